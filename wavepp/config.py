@@ -1,0 +1,209 @@
+"""The engine's configuration: one frozen model, from keyword arguments, YAML or flags (flags win).
+
+Field names are the flag names with underscores, in vLLM's spelling where vLLM has the thing. YAML is read once, here.
+A field that needs the checkpoint to be checked (layer counts, lengths) is checked where the checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from wavepp.errors import ConfigError
+from wavepp.units import align_down
+
+Device = Literal["cpu", "cuda", "emulated"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineConfig(BaseModel):
+    """Everything an engine is built from. Immutable; unknown names are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    # Model
+    model: str = Field(
+        description="folder of a Hugging Face checkpoint (config.json, *.safetensors)"
+    )
+    tokenizer: str | None = Field(
+        default=None, description="folder of the tokenizer; default: the model's"
+    )
+    skip_tokenizer_init: bool = Field(default=False, description="take and return token ids only")
+    served_model_name: str | None = Field(
+        default=None, description="name in requests and answers; default: --model"
+    )
+    dtype: Dtype = Field(
+        default="auto", description="of weights and activations; auto: the checkpoint's"
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto", description="dummy: random weights, config only"
+    )
+    max_model_len: int | None = Field(
+        default=None, gt=0, description="longest prompt; default: the model's own"
+    )
+    seed: int = Field(
+        default=0, description="of dummy weights, and of sampling where a request names none"
+    )
+
+    # Pipeline
+    device: Device = Field(default="cpu", description="where stages compute")
+    pipeline_parallel_size: int = Field(default=1, ge=1, description="P: stages")
+    layer_partition: tuple[int, ...] | None = Field(
+        default=None, description="layers per stage; default: balanced"
+    )
+    transport: Literal["ray", "local"] = Field(
+        default="ray", description="local: all stages in this process"
+    )
+    threads_per_stage: int | None = Field(
+        default=None, ge=1, description="CPU threads; default: cores / P, at least 1"
+    )
+    num_cpus_per_stage: float | None = Field(
+        default=None,
+        gt=0,
+        description="CPUs a stage asks of Ray; default: threads_per_stage, or less if there are fewer",
+    )
+    ring_depth: int | None = Field(
+        default=None, ge=1, description="R: waves in the ring; default 2P"
+    )
+    pipeline_fill: int = Field(default=2, ge=1, description="F: pipeline fills kept ready")
+
+    # Waves
+    max_num_batched_tokens: int = Field(
+        default=2048, ge=1, description="M: most tokens in one wave"
+    )
+    min_wave_tokens: int | None = Field(
+        default=None, ge=1, description="b_min: smallest wave budget; default M/2"
+    )
+    max_num_seqs: int = Field(default=16, ge=1, description="lanes: requests admitted at once")
+    planner: Literal["greedy", "static", "mpu", "balanced"] = Field(
+        default="greedy", description="picks wave sizes"
+    )
+
+    # Cache
+    block_size: int = Field(default=64, ge=1, description="B: tokens in one cache block")
+    num_gpu_blocks_override: int | None = Field(
+        default=None, ge=1, description="cache blocks per stage, on CPU too"
+    )
+    kv_cache_memory_bytes: int | None = Field(
+        default=None, ge=1, description="cache bytes per stage"
+    )
+    enable_prefix_caching: bool = Field(default=True, description="reuse cached prefixes")
+
+    # Limits and failure
+    max_num_queued_reqs: int | None = Field(
+        default=None, ge=1, description="refuse more waiting requests than this"
+    )
+    max_num_queued_tokens: int | None = Field(
+        default=None, ge=1, description="refuse more waiting tokens than this"
+    )
+    watchdog_s: float = Field(
+        default=300.0, gt=0, description="longest time without progress while waves are in the ring"
+    )
+    wait_for_resources_s: float = Field(
+        default=60.0, ge=0, description="how long to wait for Ray to have room"
+    )
+    trace: str | None = Field(
+        default=None, description="write facts, decisions and waves as JSON lines to this file"
+    )
+
+    @field_validator("layer_partition", mode="before")
+    @classmethod
+    def _parse_partition(cls, value: object) -> object:
+        """Takes "8,8,7,7" as well as a list."""
+        if not isinstance(value, str):
+            return value
+        parts = value.split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            raise ValueError("write it as comma-separated numbers of layers, such as 8,8,7,7")
+        return tuple(int(part) for part in parts)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.layer_partition is not None:
+            if len(self.layer_partition) != self.pipeline_parallel_size:
+                raise ValueError(
+                    f"layer_partition names {len(self.layer_partition)} stages, "
+                    f"pipeline_parallel_size is {self.pipeline_parallel_size}"
+                )
+            if min(self.layer_partition) < 1:
+                raise ValueError(
+                    f"layer_partition {self.layer_partition}: every stage needs at least one layer"
+                )
+        if self.min_wave_tokens is not None and self.min_wave_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"min_wave_tokens {self.min_wave_tokens} exceeds max_num_batched_tokens {self.max_num_batched_tokens}"
+            )
+        return self
+
+    @property
+    def ring_waves(self) -> int:
+        """R: most waves in flight."""
+        return self.ring_depth if self.ring_depth is not None else 2 * self.pipeline_parallel_size
+
+    @property
+    def wave_tokens_min(self) -> int:
+        """b_min: the smallest wave budget, a multiple of B where M allows it."""
+        if self.min_wave_tokens is not None:
+            return self.min_wave_tokens
+        half = align_down(self.max_num_batched_tokens // 2, self.block_size)
+        return half if half > 0 else self.max_num_batched_tokens
+
+    @property
+    def model_name(self) -> str:
+        """The name users see."""
+        return self.served_model_name if self.served_model_name is not None else self.model
+
+
+def build_config(options: Mapping[str, Any], yaml_path: str | Path | None = None) -> EngineConfig:
+    """An EngineConfig from options that were given (they win) over a YAML file.
+
+    Args:
+        options: field name -> value; only what was given, no defaults.
+        yaml_path: a file of `flag-name: value` lines; dashes and underscores are the same.
+
+    Raises:
+        ConfigError: an unknown name (the nearest known one is named), or a bad value (field and value are named).
+    """
+    merged: dict[str, Any] = {}
+    if yaml_path is not None:
+        merged.update(_read_yaml(Path(yaml_path)))
+    merged.update(options)
+    known = list(EngineConfig.model_fields)
+    for name in merged:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}{_nearest(name, known)}")
+    try:
+        return EngineConfig(**merged)
+    except ValidationError as error:
+        raise ConfigError(_first_problem(error)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: not YAML: {str(error).splitlines()[0]}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise ConfigError(f"config {path}: expected lines of `name: value`")
+    return {key.replace("-", "_"): value for key, value in loaded.items()}
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {message} (got {problem['input']!r})" if where else message

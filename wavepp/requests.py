@@ -1,0 +1,141 @@
+"""What goes into an engine and what comes out: the public request and result types.
+
+`PrefillRequest` comes from outside, so pydantic checks it. `PrefillResult` is made here, so it is a plain dataclass.
+Both cross process borders; neither holds tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+SALT_CHARS_MAX = 1024
+LOGPROBS_MAX = 20
+
+
+class PrefillRequest(BaseModel):
+    """One prompt to prefill, as tokens. (Text is tokenised before a request is made.)"""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    request_id: str = Field(min_length=1, description="unique among the requests now in the engine")
+    prompt_token_ids: tuple[int, ...] = Field(description="the prompt; at least one token")
+    max_tokens: int = Field(
+        default=1, ge=0, description="tokens to produce; 0 only fills the cache"
+    )
+    temperature: float = Field(default=0.0, ge=0.0, description="0 is greedy")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus sampling mass")
+    seed: int | None = Field(default=None, description="makes sampling repeatable")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=LOGPROBS_MAX,
+        description="alternatives to report for the produced token",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=LOGPROBS_MAX,
+        description="alternatives to report for each prompt token",
+    )
+    cache_salt: str = Field(
+        default="",
+        max_length=SALT_CHARS_MAX,
+        description="namespace: prefixes are shared only within one salt",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One token with its natural-log probability and its rank (1 is the likeliest)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionLogprobs:
+    """Log probabilities at one position: the token that stands (or was chosen) there, and the likeliest ones.
+
+    `top` has as many entries as were asked for, likeliest first; it may hold `chosen` again.
+    """
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimings:
+    """When things happened to a request, in seconds on the driver's monotonic clock; None: it never happened."""
+
+    queued_s: float
+    hint_s: float | None = None
+    admitted_s: float | None = None
+    first_wave_s: float | None = None
+    done_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillResult:
+    """The outcome of one request (S10).
+
+    Attributes:
+        token_ids: the produced tokens; empty when max_tokens was 0 or the request did not finish.
+        logprobs: one entry per produced token when `logprobs` was asked for, else None.
+        prompt_logprobs: one entry per prompt token (None for the first, which nothing predicts), else None.
+        finish_reason: stop (an end-of-sequence token), length, abort or error.
+        error: what went wrong, for finish_reason "error" only.
+        num_cached_tokens: prompt tokens whose state was reused on every stage, not computed.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    timings: RequestTimings
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    error: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStats:
+    """One stage, since the engine started: seconds of its LOOP thread by what it was doing, and its cache now."""
+
+    stage: int
+    layers: tuple[int, int]
+    busy_s: float
+    wait_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # no_wave | activation | materialize -> seconds
+    waves: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """One typed snapshot of a running engine."""
+
+    requests_waiting: int
+    requests_running: int
+    requests_finished: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    waves: int
+    ring_depth: int
+    ring_occupancy: int
+    wall_s: float
+    rounds: int = 0
+    stages: tuple[StageStats, ...] = ()
+    wave_tokens: tuple[int, ...] = ()  # sizes of the latest waves, oldest first (bounded)
