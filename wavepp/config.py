@@ -1,7 +1,8 @@
 """The engine's configuration: one frozen model, from keyword arguments, YAML or flags (flags win).
 
-Field names are the flag names with underscores, in vLLM's spelling where vLLM has the thing. YAML is read once, here.
-A field that needs the checkpoint to be checked (layer counts, lengths) is checked where the checkpoint is read.
+Field names are the flag names with underscores, in vLLM's spelling where vLLM has the thing. YAML
+is read once, here. A field that needs the checkpoint to be checked (layer counts, lengths) is
+checked where the checkpoint is read.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class EngineConfig(BaseModel):
     num_cpus_per_stage: float | None = Field(
         default=None,
         gt=0,
-        description="CPUs a stage asks of Ray; default: threads_per_stage, or less if there are fewer",
+        description="CPUs a stage asks of Ray; default: threads_per_stage, or what there is",
     )
     ring_depth: int | None = Field(
         default=None, ge=1, description="R: waves in the ring; default 2P"
@@ -136,7 +137,8 @@ class EngineConfig(BaseModel):
                 )
         if self.min_wave_tokens is not None and self.min_wave_tokens > self.max_num_batched_tokens:
             raise ValueError(
-                f"min_wave_tokens {self.min_wave_tokens} exceeds max_num_batched_tokens {self.max_num_batched_tokens}"
+                f"min_wave_tokens {self.min_wave_tokens} exceeds "
+                f"max_num_batched_tokens {self.max_num_batched_tokens}"
             )
         return self
 
@@ -167,7 +169,8 @@ def build_config(options: Mapping[str, Any], yaml_path: str | Path | None = None
         yaml_path: a file of `flag-name: value` lines; dashes and underscores are the same.
 
     Raises:
-        ConfigError: an unknown name (the nearest known one is named), or a bad value (field and value are named).
+        ConfigError: an unknown name (the nearest known one is named), or a bad value (field
+            and value are named).
     """
     merged: dict[str, Any] = {}
     if yaml_path is not None:

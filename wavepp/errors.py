@@ -1,16 +1,16 @@
 """The errors WavePP raises on purpose.
 
     WavePPError
-    |-- ConfigError (ValueError)      the engine can't be built from this configuration or checkpoint: change it
-    |-- RequestError (ValueError)     this request can't be served: change it (HTTP 4xx); carries a code
-    |   `-- QueueFullError            not now: the queue limits are reached (HTTP 503); try again later
-    |-- EngineDeadError (RuntimeError) the pipeline stopped and could not be brought back; every open request gets it
-    `-- ProtocolError                 a contract between driver and stages was broken: a bug, never the user's doing
+    |-- ConfigError (ValueError)       no engine can be built from this configuration or checkpoint
+    |-- RequestError (ValueError)      this request can't be served: change it (HTTP 4xx)
+    |   `-- QueueFullError             not now: the queue limits are reached (HTTP 503)
+    |-- EngineDeadError (RuntimeError) the pipeline stopped for good; every open request gets it
+    `-- ProtocolError                  a contract between driver and stages was broken: a bug
         |-- LocalProtocolError        by this side
         `-- RemoteProtocolError       by the other side
 
-You catch ConfigError, RequestError and EngineDeadError. A ProtocolError is reported, not handled: that side stops.
-Outcomes that are expected (no capacity, a stale hint) are values, not errors.
+You catch ConfigError, RequestError and EngineDeadError. A ProtocolError is reported, not handled:
+that side stops. Outcomes that are expected (no capacity, a stale hint) are values, not errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WavePPError(Exception):
 
 
 class ConfigError(WavePPError, ValueError):
-    """A configuration or checkpoint that can't be used; the message names the field and the value."""
+    """A configuration or checkpoint that can't be used; the message names field and value."""
 
 
 class RequestError(WavePPError, ValueError):
@@ -46,7 +46,7 @@ class RequestError(WavePPError, ValueError):
 
 
 class QueueFullError(RequestError):
-    """The queue limits (`max_num_queued_reqs`, `max_num_queued_tokens`) are reached: retry later."""
+    """The queue limits (`max_num_queued_reqs`, `max_num_queued_tokens`) are reached."""
 
 
 class EngineDeadError(WavePPError, RuntimeError):

@@ -1,7 +1,7 @@
 """What goes into an engine and what comes out: the public request and result types.
 
-`PrefillRequest` comes from outside, so pydantic checks it. `PrefillResult` is made here, so it is a plain dataclass.
-Both cross process borders; neither holds tensors.
+`PrefillRequest` comes from outside, so pydantic checks it. `PrefillResult` is made here, so it is a
+plain dataclass. Both cross process borders; neither holds tensors.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionLogprobs:
-    """Log probabilities at one position: the token that stands (or was chosen) there, and the likeliest ones.
+    """Log probabilities at one position.
 
-    `top` has as many entries as were asked for, likeliest first; it may hold `chosen` again.
+    `chosen` is the token that stands, or was chosen, there. `top` has as many entries as were
+    asked for, likeliest first, and may hold `chosen` again.
     """
 
     chosen: TokenLogprob
@@ -72,7 +73,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimings:
-    """When things happened to a request, in seconds on the driver's monotonic clock; None: it never happened."""
+    """When things happened to a request, on the driver's monotonic clock; None: never."""
 
     queued_s: float
     hint_s: float | None = None
@@ -88,7 +89,8 @@ class PrefillResult:
     Attributes:
         token_ids: the produced tokens; empty when max_tokens was 0 or the request did not finish.
         logprobs: one entry per produced token when `logprobs` was asked for, else None.
-        prompt_logprobs: one entry per prompt token (None for the first, which nothing predicts), else None.
+        prompt_logprobs: one entry per prompt token (None for the first, which nothing predicts),
+            else None.
         finish_reason: stop (an end-of-sequence token), length, abort or error.
         error: what went wrong, for finish_reason "error" only.
         num_cached_tokens: prompt tokens whose state was reused on every stage, not computed.
@@ -108,7 +110,7 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStats:
-    """One stage, since the engine started: seconds of its LOOP thread by what it was doing, and its cache now."""
+    """One stage: what its LOOP thread did since the engine started, and its cache now."""
 
     stage: int
     layers: tuple[int, int]

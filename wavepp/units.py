@@ -1,6 +1,7 @@
 """Names for the numbers WavePP passes around, and the few sums everyone needs.
 
-Legend (used in formulas everywhere): P stages, M most tokens in a wave, B tokens in a block, R waves in the ring.
+Legend (used in formulas everywhere): P stages, M most tokens in a wave, B tokens in a block, R
+waves in the ring.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The seams of the runtime: what StageCore and DriverCore need from outside, as protocols.
 
-`actors/local.py` implements the planes over in-process queues, `actors/ray/` over Ray; `actors/executors.py` implements
-the executor with torch. Nothing here imports Ray or torch: a carry is opaque.
+`actors/local.py` implements the planes over in-process queues, `actors/ray/` over Ray;
+`actors/executors.py` implements the executor with torch. Nothing here imports Ray or torch: a carry
+is opaque.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Carry = Mapping[str, Any]  # name -> tensor, as the model's spec declares at thi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """What one stage made of one wave: a carry for the next stage, or (last stage) the spans' outputs."""
+    """What one stage made of one wave: a carry, or on the last stage the spans' outputs."""
 
     carry: Carry | None = None
     outputs: tuple[SpanOutput, ...] = ()
@@ -28,7 +29,8 @@ class StageOutput:
 class StageExecutor(Protocol):
     """Computes spans on one stage. Called by one thread at a time; never sees the protocol.
 
-    An executor raises only when the wave as a whole can't be computed; the caller turns that into error records.
+    An executor raises only when the wave as a whole can't be computed; the caller turns that into
+    error records.
     """
 
     @property
@@ -37,7 +39,7 @@ class StageExecutor(Protocol):
         ...
 
     def forward(self, work: StageWork, carry: Carry | None) -> StageOutput:
-        """Computes one wave. `carry` is None on the first stage only. Finished when it returns (CPU)."""
+        """Computes one wave; finished when it returns. `carry` is None on the first stage only."""
         ...
 
     def close(self) -> None:
@@ -46,20 +48,22 @@ class StageExecutor(Protocol):
 
 
 ExecutorFactory = Callable[[EngineConfig, int], StageExecutor]
-"""Builds the executor of stage i; must be importable (it is named, not pickled by value, across processes)."""
+"""Builds the executor of stage i. Must be importable: it crosses processes by name."""
 
 
 class EngineBackend(Protocol):
     """A running pipeline as its front ends see it; one implementation a transport.
 
-    `actors.local.LocalPipeline` and `actors.ray.launch.RayPipeline` are built from (config, executor_factory).
+    `actors.local.LocalPipeline` and `actors.ray.launch.RayPipeline` are built from (config,
+    executor_factory).
     """
 
     async def start(self) -> tuple[StageFacts, ...]:
         """Builds all stages and waits until they are ready.
 
         Raises:
-            ConfigError: the configuration or checkpoint can't be used, or resources did not come in time.
+            ConfigError: the configuration or checkpoint can't be used, or resources did not
+                come in time.
         """
         ...
 
@@ -74,7 +78,7 @@ class EngineBackend(Protocol):
         ...
 
     async def abort(self, request_id: str) -> bool:
-        """Aborts a request in any state; its submit returns finish_reason "abort". False: unknown id."""
+        """Aborts a request in any state; its submit then says "abort". False: unknown id."""
         ...
 
     async def stats(self) -> EngineStats:
@@ -82,5 +86,5 @@ class EngineBackend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Aborts what is left, stops every stage and gives back every resource. Safe to call twice."""
+        """Aborts what is left, stops every stage, gives everything back. Safe to call twice."""
         ...

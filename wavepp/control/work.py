@@ -1,10 +1,13 @@
 """The work one stage is given for one wave, and what comes of it (S7).
 
-Plain data between the pure control (which decides) and a stage executor (which computes): numpy and ints, no tensors.
-A span is [start, start + length) of one request's tokens. Its block table covers [0, start + length):
+Plain data between the pure control (which decides) and a stage executor (which computes): numpy and
+ints, no tensors. A span is [start, start + length) of one request's tokens. Its block table covers
+[0, start + length):
 
     |---- cached or computed before ----|---- this span ----|
-    0                                 start            start+length        table[i] holds tokens [iB, (i+1)B)
+    0                                 start            start+length
+
+table[i] holds tokens [iB, (i+1)B).
 """
 
 from __future__ import annotations
@@ -41,8 +44,10 @@ class SpanWork:
         token_ids: int32 [length], the span's tokens.
         next_token_id: the prompt token after the span, None when the span is the prompt's end
             (prompt_logprobs scores each token from the position before it).
-        block_tables: cache group name -> int32 [ceil((start + length) / B)] physical block ids on this stage.
-        sample: produce a token from the span's last position (the prompt ends here and max_tokens > 0).
+        block_tables: cache group name -> int32 [ceil((start + length) / B)] physical block ids on
+            this stage.
+        sample: produce a token from the span's last position (the prompt ends here and
+            max_tokens > 0).
     """
 
     request_id: RequestId
@@ -57,7 +62,7 @@ class SpanWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """All spans of one wave on one stage, in schedule order. A request appears at most once in a wave."""
+    """All spans of one wave on one stage, in schedule order; at most one of a request."""
 
     wave: WaveNumber
     spans: tuple[SpanWork, ...]
@@ -65,9 +70,10 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanOutput:
-    """What the last stage says of one span: the token (if sampled) and log probabilities that were asked for.
+    """What the last stage says of one span: the sampled token, and what scores were asked for.
 
-    `prompt_logprobs` scores the prompt tokens start+1 .. start+length (the last only if there is one), in order.
+    `prompt_logprobs` scores the prompt tokens start+1 .. start+length (the last only if there is
+    one), in order.
     """
 
     request_id: RequestId
@@ -78,9 +84,10 @@ class SpanOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRecord:
-    """A failure that travels beside the activations instead of being raised out of the pipeline (S7).
+    """A failure that travels beside the activations instead of being raised (S7).
 
-    `guilty` is False for requests that only shared the wave with the failure: they are admitted again.
+    `guilty` is False for requests that only shared the wave with the failure: they are admitted
+    again.
     """
 
     request_id: RequestId
@@ -96,7 +103,8 @@ GroupKind = Literal["attention", "sliding", "recurrent"]
 class GroupFacts:
     """One cache group of one stage: its rule (S3.1) and how much of it there is.
 
-    For attention and sliding groups a unit is a block of B tokens; for recurrent ones it is one state slot.
+    For attention and sliding groups a unit is a block of B tokens; for recurrent ones it is one
+    state slot.
     """
 
     name: str
@@ -108,7 +116,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFacts:
-    """What a stage tells the driver when it starts (topology and capacities are exchanged once, S5)."""
+    """What a stage tells the driver when it starts: topology and capacities, once (S5)."""
 
     stage: StageIndex
     layers: tuple[int, int]
