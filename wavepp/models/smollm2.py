@@ -114,7 +114,8 @@ def _convert(gguf: Path, out: Path) -> None:
     import torch  # heavy, and not needed when the cache has the checkpoint
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
+    reporting: Any = transformers.utils.logging
+    reporting.disable_progress_bar()
     auto_tokenizer: Any = transformers.AutoTokenizer
     auto_model: Any = transformers.AutoModelForCausalLM
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
