@@ -1,0 +1,52 @@
+"""What every test stands on: no hub, no GPU-only packages, one thread, one Ray a session."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# transformers binds fla wherever it is importable, and then fails without a GPU driver.
+sys.modules["fla"] = None  # type: ignore[assignment]
+
+import pytest
+import torch
+
+from wavepp.models import smollm2
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The real checkpoint, SmolLM2-135M-Instruct in float32. Tests never download it."""
+    folder = smollm2.cache_folder() / smollm2.FOLDER_NAME
+    if not smollm2.is_complete(folder):
+        pytest.fail(f"{folder} is missing: scripts/test makes it (python -m wavepp.models.smollm2)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[Any]:
+    """One Ray for all tests of this run that want one; two tries, as a busy machine may need them.
+
+    Stages ask for fractions of a CPU, so that eight of them fit two cores.
+    """
+    import ray
+
+    if ray.is_initialized():  # started by another fixture, which also stops it
+        yield ray
+        return
+    options: dict[str, Any] = {"num_cpus": 8, "include_dashboard": False, "log_to_driver": False}
+    try:
+        ray.init(**options)
+    except Exception:
+        ray.shutdown()
+        ray.init(**options)
+    yield ray
+    ray.shutdown()
