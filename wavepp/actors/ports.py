@@ -7,13 +7,15 @@ is opaque.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from wavepp.config import EngineConfig
-from wavepp.control.work import SpanOutput, StageFacts, StageWork
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts, StageWork
+from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSchedule
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, StageStats
+from wavepp.units import RequestId, StageIndex, WaveNumber
 
 Carry = Mapping[str, Any]  # name -> tensor, as the model's spec declares at this boundary
 
@@ -51,6 +53,84 @@ ExecutorFactory = Callable[[EngineConfig, int], StageExecutor]
 """Builds the executor of stage i. Must be importable: it crosses processes by name."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """What a stage says of one wave beside its result: how far it has applied the log, and when it
+    did what, in seconds on its node's monotonic clock.
+
+        previous wave done .. prepare_from_s   no wave
+        prepare_from_s .. prepared_s           materialize
+        prepared_s .. forward_from_s           waiting for the activation
+        forward_from_s .. done_s               busy
+    """
+
+    ack: StageAck
+    prepare_from_s: float
+    prepared_s: float
+    forward_from_s: float
+    done_s: float
+
+    @property
+    def stage(self) -> StageIndex:
+        """Whose report."""
+        return self.ack.stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """What travels down the pipeline for one wave: activations, and beside them all that went
+    wrong.
+
+    Attributes:
+        carry: for the next stage; None when no span is left to compute, and from the last stage.
+        carried: the requests whose spans the carry holds, in schedule order.
+        errors: one a failed span, by the first stage that failed it. A span that is carried none
+            the less (it failed after an upstream stage had computed it) is computed, and ignored.
+        reports: one per stage passed.
+        fatal: a stage broke down and can't go on; the pipeline stops.
+    """
+
+    wave: WaveNumber
+    carry: Carry | None = None
+    carried: tuple[RequestId, ...] = ()
+    outputs: tuple[SpanOutput, ...] = ()
+    errors: tuple[ErrorRecord, ...] = ()
+    reports: tuple[StageReport, ...] = ()
+    fatal: str | None = None
+
+
+class StagesPlane(Protocol):
+    """The driver's way to the stages' mailboxes; works whatever the data plane is doing."""
+
+    async def round(self, messages: Sequence[RoundMessage]) -> tuple[RoundReply, ...]:
+        """Sends message i to stage i; returns all replies."""
+        ...
+
+    async def stats(self) -> tuple[StageStats, ...]:
+        """One snapshot a stage."""
+        ...
+
+    async def stacks(self) -> str:
+        """What every stage's threads are doing, as text, as far as stages answer."""
+        ...
+
+    async def wait_death(self) -> str:
+        """Returns only when a stage died: which one, and why."""
+        ...
+
+
+class DataPlane(Protocol):
+    """The driver's way to run waves. Used by one task for each method."""
+
+    async def launch(self, schedule: WaveSchedule) -> None:
+        """Starts a wave; called in wave order, with at most R waves out."""
+        ...
+
+    async def collect(self) -> Parcel:
+        """The last stage's parcel of the next wave, in wave order, without its carry."""
+        ...
+
+
 class EngineBackend(Protocol):
     """A running pipeline as its front ends see it; one implementation a transport.
 
@@ -83,6 +163,14 @@ class EngineBackend(Protocol):
 
     async def stats(self) -> EngineStats:
         """One snapshot."""
+        ...
+
+    async def check_health(self) -> None:
+        """Returns when the pipeline lives and makes progress.
+
+        Raises:
+            EngineDeadError: it does not, and why.
+        """
         ...
 
     async def close(self) -> None:

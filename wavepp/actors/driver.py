@@ -1,0 +1,313 @@
+"""DriverCore: asyncio around DriverControl.
+
+Owns: the callers' futures, the order in which effects are performed, the watchdog, the end of the
+pipeline. May not: decide. Rounds never block the planner or a running wave: launching, collecting
+and rounds are three tasks, and each only feeds facts to the control.
+
+    submit, abort --> _feed(fact) --> DriverControl --> effects --> queues --> tasks --> planes
+                          ^                                                      |
+                          `---------------- WaveCompleted, RoundAnswered --------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import numpy as np
+
+from wavepp.actors.ports import DataPlane, Parcel, StagesPlane
+from wavepp.actors.trace import TraceWriter
+from wavepp.config import EngineConfig
+from wavepp.control.driver import DriverControl, DriverOptions
+from wavepp.control.facts import (
+    AbortRequested,
+    Arrival,
+    Arrived,
+    Effect,
+    Fact,
+    Finish,
+    LaunchWave,
+    RoundAnswered,
+    SendRound,
+    WaveCompleted,
+)
+from wavepp.control.work import Sampling
+from wavepp.errors import EngineDeadError, ProtocolError, RequestError
+from wavepp.protocol.messages import RoundMessage, WaveSchedule
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+
+logger = logging.getLogger(__name__)
+
+WAVE_SIZES_KEPT = 256
+DRAIN_S_MAX = 10.0
+STACKS_S_MAX = 5.0
+WATCH_S_MAX = 1.0
+
+
+class DriverCore:
+    """The deciding side of a running pipeline, on one event loop."""
+
+    def __init__(
+        self,
+        control: DriverControl,
+        stages: StagesPlane,
+        data: DataPlane,
+        *,
+        watchdog_s: float,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        self.control = control
+        self._stages = stages
+        self._data = data
+        self._watchdog_s = watchdog_s
+        self._trace = trace
+        self._clock: Callable[[], float] = time.monotonic
+        self._started_s = self._clock()
+        self._futures: dict[str, asyncio.Future[PrefillResult]] = {}
+        self._to_launch: asyncio.Queue[WaveSchedule] = asyncio.Queue()
+        self._to_round: asyncio.Queue[tuple[RoundMessage, ...]] = asyncio.Queue()
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._wave_sizes: deque[int] = deque(maxlen=WAVE_SIZES_KEPT)
+        self._dead: str | None = None
+        self._main = asyncio.create_task(self._run(), name="wavepp-driver")
+
+    async def submit(self, request: PrefillRequest) -> PrefillResult:
+        """As EngineBackend.submit."""
+        self.check_alive()
+        arrival = build_arrival(request)
+        refused = self.control.refusal(arrival)
+        if refused is not None:
+            raise refused
+        future: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
+        self._futures[request.request_id] = future
+        self._feed(Arrived(arrival=arrival))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.abort(request.request_id)
+            raise
+
+    def abort(self, request_id: str) -> bool:
+        """As EngineBackend.abort."""
+        if self._dead is not None or request_id not in self._futures:
+            return False
+        self._feed(AbortRequested(user_id=request_id))
+        return True
+
+    def check_alive(self) -> None:
+        """
+        Raises:
+            EngineDeadError: the pipeline stopped, and why.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    async def stats(self) -> EngineStats:
+        """As EngineBackend.stats."""
+        self.check_alive()
+        stages = await self._stages.stats()
+        control, counters = self.control, self.control.counters
+        return EngineStats(
+            requests_waiting=control.admission.num_waiting,
+            requests_running=len(control.admission.admitted),
+            requests_finished=counters.finished,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            computed_tokens=counters.computed_tokens,
+            waves=control.ring.completed,
+            ring_depth=control.ring.depth,
+            ring_occupancy=len(control.ring),
+            wall_s=self._clock() - self._started_s,
+            rounds=control.rounds.number,
+            stages=stages,
+            wave_tokens=tuple(self._wave_sizes),
+        )
+
+    async def close(self) -> None:
+        """Aborts what is left, lets waves in flight run out (for a while), and stops all tasks."""
+        for request_id in list(self._futures):
+            self.abort(request_id)
+        try:
+            if self._dead is None and await self._drained():
+                self.control.check()
+        finally:
+            self._main.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._main
+            self._die("the engine is closed")
+            if self._trace is not None:
+                self._trace.close()
+                self._trace = None
+
+    async def _drained(self) -> bool:
+        deadline = self._clock() + DRAIN_S_MAX
+        while self.control.is_busy and self._dead is None:
+            if self._clock() > deadline:
+                return False
+            await asyncio.sleep(0.002)
+        return self._dead is None
+
+    async def _run(self) -> None:
+        """All tasks of the driver; the first one to fail ends the pipeline."""
+        jobs: tuple[Callable[[], Awaitable[NoReturn]], ...] = (
+            self._launch_waves,
+            self._collect_waves,
+            self._hold_rounds,
+            self._watch,
+            self._await_death,
+            self._await_broken,
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job in jobs:
+                    group.create_task(_run_job(job))
+        except* Exception as errors:
+            first = errors.exceptions[0]
+            reason = str(first) if isinstance(first, EngineDeadError) else repr(first)
+            logger.error("the pipeline stopped: %s", reason)
+            self._die(reason)
+
+    async def _launch_waves(self) -> NoReturn:
+        while True:
+            await self._data.launch(await self._to_launch.get())
+
+    async def _collect_waves(self) -> NoReturn:
+        while True:
+            parcel = await self._data.collect()
+            if parcel.fatal is not None:
+                raise EngineDeadError(parcel.fatal)
+            self._collected(parcel)
+
+    async def _hold_rounds(self) -> NoReturn:
+        while True:
+            replies = await self._stages.round(await self._to_round.get())
+            self._feed(RoundAnswered(replies=replies))
+
+    async def _await_death(self) -> NoReturn:
+        raise EngineDeadError(await self._stages.wait_death())
+
+    async def _await_broken(self) -> NoReturn:
+        raise EngineDeadError(await self._broken)
+
+    async def _watch(self) -> NoReturn:
+        """Ends the pipeline when something is out and nothing has come back for `watchdog_s`."""
+        while True:
+            await asyncio.sleep(min(self._watchdog_s / 4, WATCH_S_MAX))
+            silent_s = self._clock() - self.control.progress_s
+            if self.control.is_busy and silent_s > self._watchdog_s:
+                logger.error("no progress for %.1f s; stacks:\n%s", silent_s, await self._dump())
+                waves = [wave.wave for wave in self.control.ring]
+                raise EngineDeadError(
+                    f"no progress for {silent_s:.1f} s (watchdog_s is {self._watchdog_s:g}): "
+                    f"waves {waves} in the ring, round {self.control.rounds.number} "
+                    f"{'out' if self.control.rounds.is_out else 'answered'}"
+                )
+
+    async def _dump(self) -> str:
+        try:
+            async with asyncio.timeout(STACKS_S_MAX):
+                return await self._stages.stacks()
+        except TimeoutError:
+            return f"no answer within {STACKS_S_MAX:g} s"
+
+    def _collected(self, parcel: Parcel) -> None:
+        if self._trace is not None:
+            for report in parcel.reports:
+                self._trace.write("wave", report.done_s, {"wave": parcel.wave, "report": report})
+        self._feed(
+            WaveCompleted(
+                wave=parcel.wave,
+                outputs=parcel.outputs,
+                errors=parcel.errors,
+                acks=tuple(report.ack for report in parcel.reports),
+            )
+        )
+
+    def _feed(self, fact: Fact) -> None:
+        """The one door to the control. A broken contract ends the pipeline."""
+        if self._dead is not None or self._broken.done():
+            return
+        now = self._clock()
+        try:
+            effects = self.control.handle(fact, now=now)
+        except (ProtocolError, AssertionError) as error:
+            logger.exception("the driver's control failed")
+            self._broken.set_result(f"{type(error).__name__}: {error}")
+            return
+        if self._trace is not None:
+            self._trace.write("fact", now, fact)
+            self._trace.write("effects", now, effects)
+        for effect in effects:
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case LaunchWave(schedule=schedule):
+                self._wave_sizes.append(schedule.num_tokens)
+                self._to_launch.put_nowait(schedule)
+            case SendRound(messages=messages):
+                self._to_round.put_nowait(messages)
+            case Finish(user_id=user_id, result=result):
+                future = self._futures.pop(user_id)
+                if not future.done():  # its caller may be gone
+                    future.set_result(result)
+            case _:
+                raise TypeError(effect)
+
+    def _die(self, reason: str) -> None:
+        """Every open request gets the reason; nothing is taken any more."""
+        if self._dead is None:
+            self._dead = reason
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(self._dead))
+        self._futures.clear()
+
+
+async def _run_job(job: Callable[[], Awaitable[NoReturn]]) -> None:
+    await job()
+
+
+def driver_options(config: EngineConfig) -> DriverOptions:
+    """The part of the configuration that the driver decides by."""
+    return DriverOptions(
+        ring_depth=config.ring_waves,
+        wave_tokens_max=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
+    )
+
+
+def build_arrival(request: PrefillRequest) -> Arrival:
+    """The request as the control takes it.
+
+    Raises:
+        RequestError: a token id that no integer type holds.
+    """
+    try:
+        tokens = np.asarray(request.prompt_token_ids, dtype=np.int64)
+    except OverflowError:
+        raise RequestError(
+            "a token id is outside the vocabulary", code="token_out_of_range", param="prompt"
+        ) from None
+    return Arrival(
+        user_id=request.request_id,
+        token_ids=tokens,
+        max_tokens=request.max_tokens,
+        sampling=Sampling(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+        ),
+        namespace=request.cache_salt,
+    )

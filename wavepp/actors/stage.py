@@ -1,0 +1,252 @@
+"""StageCore: one stage's two sides around StageControl and an executor.
+
+Owns: the tree lock, the order of a wave's steps, the turning of failures into records, timings. May
+not: decide (StageControl), compute (the executor), know how messages travel.
+
+    WAVE (the actor's event loop)            LOOP (the data plane's one thread)
+    round, stats, stacks                     prepare, forward
+                 \\                         /
+                  tree_lock, for microseconds: never across an await, a kernel call or a round
+
+A stage that can't run a wave never raises into the data plane: error records travel beside the
+activations, later stages skip those spans and still do their bookkeeping for the wave number.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from wavepp.actors.ports import Parcel, StageExecutor, StageOutput, StageReport
+from wavepp.control.stage import PreparedWave, StageControl
+from wavepp.control.work import ErrorRecord, StageFacts, StageWork
+from wavepp.errors import ProtocolError
+from wavepp.protocol.messages import RoundMessage, RoundReply, WaveSchedule
+from wavepp.requests import StageStats
+from wavepp.units import RequestId, StageIndex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Between `prepare` and `forward` of one wave; stays on the stage."""
+
+    schedule: WaveSchedule
+    wave: PreparedWave | None
+    fatal: str | None
+    from_s: float
+    done_s: float
+
+
+@dataclass(slots=True)
+class LoopTimes:
+    """Seconds of the LOOP thread by what it was doing, since the start."""
+
+    busy_s: float = 0.0
+    no_wave_s: float = 0.0
+    activation_s: float = 0.0
+    materialize_s: float = 0.0
+    waves: int = 0
+
+
+class StageCore:
+    """One stage of a running pipeline."""
+
+    def __init__(
+        self,
+        executor: StageExecutor,
+        *,
+        epoch: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.executor = executor
+        self.facts: StageFacts = executor.facts
+        self.control = StageControl(executor.facts, epoch=epoch)
+        self.tree_lock = threading.Lock()
+        self.lock_hold_max_s = 0.0
+        self._clock = clock
+        self._times = LoopTimes()
+        self._last_done_s = clock()
+        self._fatal: str | None = None
+
+    # WAVE side
+
+    async def round(self, message: RoundMessage) -> RoundReply:
+        """Applies a round.
+
+        Raises:
+            ProtocolError: the protocol was broken; this stage runs no more waves.
+        """
+        with self.tree_lock:
+            now = self._clock()
+            try:
+                reply = self.control.handle(message, now=now)
+            except (ProtocolError, AssertionError) as error:
+                self._fatal = _describe(error)
+                raise
+            self._held_since(now)
+        return reply
+
+    async def stats(self) -> StageStats:
+        """One snapshot."""
+        with self.tree_lock:
+            total, used = self.control.units()
+            times = replace(self._times)
+        return StageStats(
+            stage=self.facts.stage,
+            layers=self.facts.layers,
+            busy_s=times.busy_s,
+            wait_s={
+                "no_wave": times.no_wave_s,
+                "activation": times.activation_s,
+                "materialize": times.materialize_s,
+            },
+            waves=times.waves,
+            blocks_total=total,
+            blocks_used=used,
+            pid=os.getpid(),
+        )
+
+    async def stacks(self) -> str:
+        """What this process's threads are doing."""
+        return thread_stacks()
+
+    # LOOP side
+
+    def prepare(self, schedule: WaveSchedule) -> Prepared:
+        """First step of a wave, as soon as its schedule is there. Never raises."""
+        from_s = self._clock()
+        wave: PreparedWave | None = None
+        if self._fatal is None:
+            try:
+                wave = self._prepare_locked(schedule)
+            except (ProtocolError, AssertionError) as error:
+                self._fatal = _describe(error)
+        return Prepared(
+            schedule=schedule,
+            wave=wave,
+            fatal=self._fatal,
+            from_s=from_s,
+            done_s=self._clock(),
+        )
+
+    def forward(self, prepared: Prepared, parcel: Parcel | None) -> Parcel:
+        """Second step, when the activations are there (None on the first stage). Never raises."""
+        from_s = self._clock()
+        before = parcel if parcel is not None else Parcel(wave=prepared.schedule.wave)
+        fatal = before.fatal or prepared.fatal
+        if fatal is not None or prepared.wave is None:
+            self._fatal = fatal
+            return Parcel(wave=before.wave, reports=before.reports, fatal=fatal)
+        output, computed, failures = self._compute(prepared.wave, before, first=parcel is None)
+        try:
+            report = self._finish_locked(prepared, failures, from_s)
+        except (ProtocolError, AssertionError) as error:
+            self._fatal = _describe(error)
+            return Parcel(wave=before.wave, reports=before.reports, fatal=self._fatal)
+        failed = {record.request_id for record in failures}
+        return Parcel(
+            wave=before.wave,
+            carry=output.carry,
+            carried=tuple(span.request_id for span in computed.spans),
+            outputs=tuple(out for out in output.outputs if out.request_id not in failed),
+            errors=failures,
+            reports=(*before.reports, report),
+        )
+
+    def _prepare_locked(self, schedule: WaveSchedule) -> PreparedWave:
+        with self.tree_lock:
+            now = self._clock()
+            wave = self.control.prepare(schedule)
+            self._held_since(now)
+        return wave
+
+    def _compute(
+        self, wave: PreparedWave, before: Parcel, *, first: bool
+    ) -> tuple[StageOutput, StageWork, tuple[ErrorRecord, ...]]:
+        """Runs the executor on what can be run: (its output, what it computed, all failures)."""
+        failures = _merge(before.errors, wave.errors)
+        failed = {record.request_id for record in failures}
+        chosen = (
+            {span.request_id for span in wave.work.spans} - failed if first else {*before.carried}
+        )
+        spans = tuple(span for span in wave.work.spans if span.request_id in chosen)
+        work = StageWork(wave=wave.work.wave, spans=spans)
+        nothing = StageWork(wave=wave.work.wave, spans=())
+        if len(spans) < len(chosen):  # the carry holds spans that have no place here
+            lost = _lost(work, failed, self.control.stage, "another request failed in this wave")
+            return StageOutput(), nothing, _merge(failures, lost)
+        if not spans:
+            return StageOutput(), nothing, failures
+        try:
+            return self.executor.forward(work, before.carry), work, failures
+        except Exception as error:
+            lost = _lost(work, failed, self.control.stage, _describe(error))
+            return StageOutput(), nothing, _merge(failures, lost)
+
+    def _finish_locked(
+        self, prepared: Prepared, failures: Collection[ErrorRecord], forward_from_s: float
+    ) -> StageReport:
+        assert prepared.wave is not None
+        with self.tree_lock:
+            now = self._clock()
+            ack = self.control.finished(prepared.wave, failures)
+            times = self._times
+            times.no_wave_s += prepared.from_s - self._last_done_s
+            times.materialize_s += prepared.done_s - prepared.from_s
+            times.activation_s += forward_from_s - prepared.done_s
+            times.busy_s += now - forward_from_s
+            times.waves += 1
+            self._last_done_s = now
+            self._held_since(now)
+        return StageReport(
+            ack=ack,
+            prepare_from_s=prepared.from_s,
+            prepared_s=prepared.done_s,
+            forward_from_s=forward_from_s,
+            done_s=now,
+        )
+
+    def _held_since(self, start_s: float) -> None:
+        self.lock_hold_max_s = max(self.lock_hold_max_s, self._clock() - start_s)
+
+
+def thread_stacks() -> str:
+    """The stacks of all threads of this process, as text."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [f"process {os.getpid()}"]
+    for ident, frame in sys._current_frames().items():
+        parts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(parts)
+
+
+def _lost(
+    work: StageWork, failed: Collection[RequestId], stage: StageIndex, message: str
+) -> tuple[ErrorRecord, ...]:
+    """Records for spans that nobody can tell apart; a span that was alone is at fault itself."""
+    spans = [span for span in work.spans if span.request_id not in failed]
+    return tuple(
+        ErrorRecord(
+            request_id=span.request_id,
+            stage=stage,
+            message=message,
+            guilty=len(work.spans) == 1,
+        )
+        for span in spans
+    )
+
+
+def _merge(
+    first: tuple[ErrorRecord, ...], second: tuple[ErrorRecord, ...]
+) -> tuple[ErrorRecord, ...]:
+    """All records, one a request: the first stage to fail is the one that knows why."""
+    known = {record.request_id for record in first}
+    return (*first, *(record for record in second if record.request_id not in known))
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,98 @@
+"""What DriverControl is told (facts, past tense) and what it orders (effects, imperatives). Plain
+data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from wavepp.control.work import ErrorRecord, Sampling, SpanOutput
+from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSchedule
+from wavepp.requests import PrefillResult
+from wavepp.units import WaveNumber
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arrival:
+    """A request as it came in, before anything about it was checked.
+
+    Attributes:
+        user_id: unique among live requests; the name the user knows.
+        token_ids: int64 [n]; wide enough to hold what is to be refused.
+    """
+
+    user_id: str
+    token_ids: Int64Array
+    max_tokens: int
+    sampling: Sampling
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """A request that `DriverControl.refusal` has nothing against."""
+
+    arrival: Arrival
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequested:
+    """Somebody no longer wants this request; unknown ids are ignored."""
+
+    user_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundAnswered:
+    """Every stage answered the round in flight."""
+
+    replies: tuple[RoundReply, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaveCompleted:
+    """A wave went through every stage.
+
+    Attributes:
+        outputs: of the last stage, for the spans that did not fail.
+        errors: one record per span that some stage could not run.
+        acks: one per stage, as of the end of this wave there.
+    """
+
+    wave: WaveNumber
+    outputs: tuple[SpanOutput, ...]
+    errors: tuple[ErrorRecord, ...]
+    acks: tuple[StageAck, ...]
+
+
+Fact = Arrived | AbortRequested | RoundAnswered | WaveCompleted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRound:
+    """Send each stage its message; answer with RoundAnswered. At most one round is out at a time."""
+
+    messages: tuple[RoundMessage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchWave:
+    """Put the wave into the data plane, in the order of these effects; answer with WaveCompleted."""
+
+    schedule: WaveSchedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Give the caller the result. The request is no longer live."""
+
+    user_id: str
+    result: PrefillResult
+
+
+Effect = SendRound | LaunchWave | Finish

@@ -1,0 +1,139 @@
+"""What this engine can serve at all, and the refusals on arrival.
+
+Owns: the numbers that come from the stages' facts and the configuration, and the check of one
+request against them. May not: hold requests. A refusal is a value (a RequestError to hand to the
+caller); the core never raises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wavepp.control.facts import Arrival
+from wavepp.control.work import GroupFacts, StageFacts
+from wavepp.errors import ConfigError, RequestError
+from wavepp.units import ceil_div
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smallest:
+    """The smallest pool of one kind over all stages, and where it is."""
+
+    units: int
+    stage: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Numbers every request is held against.
+
+    Attributes:
+        blocks: smallest pool of blocks (attention and sliding groups); None: no stage has one.
+        slots: smallest pool of state slots (recurrent groups); None: no stage has one.
+    """
+
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+    blocks: Smallest | None
+    slots: Smallest | None
+    eos_token_ids: frozenset[int]
+
+    def blocks_needed(self, num_tokens: int, max_tokens: int) -> int:
+        """Blocks one request holds on each stage at its end. The last produced token is never
+        computed.
+        """
+        if self.blocks is None:
+            return 0
+        return ceil_div(tokens_held(num_tokens, max_tokens), self.block_size)
+
+    def slots_needed(self) -> int:
+        """State slots one request holds on each stage."""
+        return 0 if self.slots is None else 1
+
+
+def tokens_held(num_tokens: int, max_tokens: int) -> int:
+    """Tokens whose state a request needs: the prompt, and each produced token but the last."""
+    return num_tokens + max(max_tokens - 1, 0)
+
+
+def build_limits(facts: Sequence[StageFacts], *, max_model_len: int | None) -> Limits:
+    """Limits from what the stages told at start.
+
+    Raises:
+        ConfigError: stages disagree on something that must be equal; both values are named.
+    """
+    assert facts, "a pipeline has at least one stage"
+    for name in ("block_size", "vocab_size"):
+        for stage in facts[1:]:
+            here, there = getattr(facts[0], name), getattr(stage, name)
+            if here != there:
+                raise ConfigError(
+                    f"{name}: stage {facts[0].stage} has {here}, stage {stage.stage} has {there}"
+                )
+    lengths = [stage.max_model_len for stage in facts]
+    if max_model_len is not None:
+        lengths.append(max_model_len)
+    return Limits(
+        block_size=facts[0].block_size,
+        vocab_size=facts[0].vocab_size,
+        max_model_len=min(lengths),
+        blocks=_smallest(facts, recurrent=False),
+        slots=_smallest(facts, recurrent=True),
+        eos_token_ids=frozenset(token for stage in facts for token in stage.eos_token_ids),
+    )
+
+
+def refusal(limits: Limits, arrival: Arrival) -> RequestError | None:
+    """Why this request can never be served here, or None. Says nothing of queue limits or live ids."""
+    tokens = arrival.token_ids
+    num_tokens = len(tokens)
+    if num_tokens == 0:
+        return _refuse("the prompt is empty", "empty_prompt")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= limits.vocab_size:
+        bad = low if low < 0 else high
+        return _refuse(
+            f"token id {bad} is outside the vocabulary [0, {limits.vocab_size})",
+            "token_out_of_range",
+        )
+    held = tokens_held(num_tokens, arrival.max_tokens)
+    if held > limits.max_model_len:
+        return _refuse(
+            f"the prompt has {num_tokens} tokens and max_tokens is {arrival.max_tokens}; "
+            f"this model serves at most {limits.max_model_len}",
+            "context_length_exceeded",
+        )
+    return _pool_refusal(limits, arrival)
+
+
+def _pool_refusal(limits: Limits, arrival: Arrival) -> RequestError | None:
+    needed = limits.blocks_needed(len(arrival.token_ids), arrival.max_tokens)
+    if limits.blocks is not None and needed > limits.blocks.units:
+        return _refuse(
+            f"the request needs {needed} cache blocks of {limits.block_size} tokens; "
+            f"stage {limits.blocks.stage} has {limits.blocks.units}",
+            "larger_than_pool",
+        )
+    return None
+
+
+def _refuse(message: str, code: str) -> RequestError:
+    return RequestError(message, code=code, param="prompt")
+
+
+def _smallest(facts: Sequence[StageFacts], *, recurrent: bool) -> Smallest | None:
+    pools: list[tuple[StageFacts, GroupFacts]] = [
+        (stage, group)
+        for stage in facts
+        for group in stage.groups
+        if (group.kind == "recurrent") == recurrent
+    ]
+    if not pools:
+        return None
+    stage, group = min(pools, key=lambda pool: pool[1].units)
+    if group.units < 1:
+        raise ConfigError(f"stage {stage.stage} has no room in its cache group {group.name!r}")
+    return Smallest(units=group.units, stage=stage.stage, group=group.name)
