@@ -7,7 +7,7 @@ checked where the checkpoint is read.
 
 from __future__ import annotations
 
-import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -17,15 +17,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from wavepp.errors import ConfigError
 from wavepp.units import align_down
+from wavepp.validation import first_problem, nearest
 
-Device = Literal["cpu", "cuda", "emulated"]
+Device = Literal["cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class EngineConfig(BaseModel):
-    """Everything an engine is built from. Immutable; unknown names are errors."""
+    """Everything an engine is built from. Immutable; unknown names are errors.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    Raises:
+        ConfigError: an unknown name (the nearest known one is named), a value of the wrong type or
+            out of range, or values that exclude each other.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
 
     # Model
     model: str = Field(
@@ -81,8 +87,9 @@ class EngineConfig(BaseModel):
         default=None, ge=1, description="b_min: smallest wave budget; default M/2"
     )
     max_num_seqs: int = Field(default=16, ge=1, description="lanes: requests admitted at once")
-    planner: Literal["greedy", "static", "mpu", "balanced"] = Field(
-        default="greedy", description="picks wave sizes"
+    planner: Literal["greedy"] = Field(
+        default="greedy",
+        description="picks wave sizes; greedy: first come, first served, as full as M",
     )
 
     # Cache
@@ -112,10 +119,26 @@ class EngineConfig(BaseModel):
         default=None, description="write facts, decisions and waves as JSON lines to this file"
     )
 
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ConfigError(first_problem(error, type(self).model_fields)[0]) from None
+
+    @field_validator("model", "tokenizer", "trace", mode="before")
+    @classmethod
+    def _take_paths(cls, value: object) -> object:
+        """Takes a pathlib.Path where a folder or file is named."""
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
     @field_validator("layer_partition", mode="before")
     @classmethod
     def _parse_partition(cls, value: object) -> object:
-        """Takes "8,8,7,7" as well as a list."""
+        """Takes "8,8,7,7" as well as a list, and 8 (YAML's reading of "8") for one stage."""
+        if isinstance(value, list):
+            return tuple(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return (value,)
         if not isinstance(value, str):
             return value
         parts = value.split(",")
@@ -179,11 +202,8 @@ def build_config(options: Mapping[str, Any], yaml_path: str | Path | None = None
     known = list(EngineConfig.model_fields)
     for name in merged:
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}{_nearest(name, known)}")
-    try:
-        return EngineConfig(**merged)
-    except ValidationError as error:
-        raise ConfigError(_first_problem(error)) from None
+            raise ConfigError(f"unknown option {name!r}{nearest(name, known)}")
+    return EngineConfig(**merged)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -197,16 +217,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise ConfigError(f"config {path}: expected lines of `name: value`")
-    return {key.replace("-", "_"): value for key, value in loaded.items()}
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {message} (got {problem['input']!r})" if where else message
+    named = {key.replace("-", "_"): value for key, value in loaded.items()}
+    if len(named) < len(loaded):
+        raise ConfigError(f"config {path}: one option is given twice, with dashes and underscores")
+    return named

@@ -1,7 +1,9 @@
 """What goes into an engine and what comes out: the public request and result types.
 
 `PrefillRequest` comes from outside, so pydantic checks it. `PrefillResult` is made here, so it is a
-plain dataclass. Both cross process borders; neither holds tensors.
+plain dataclass. Both cross process borders; neither holds tensors. What can be said of a request
+without a model is checked when it is made (`make_request`), the rest against the model's facts
+(`check_request`).
 """
 
 from __future__ import annotations
@@ -10,12 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from wavepp.errors import RequestError
+from wavepp.validation import first_problem
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 SALT_CHARS_MAX = 1024
 LOGPROBS_MAX = 20
+TOKENS_MAX = 1
 
 
 class PrefillRequest(BaseModel):
@@ -28,9 +34,11 @@ class PrefillRequest(BaseModel):
     max_tokens: int = Field(
         default=1, ge=0, description="tokens to produce; 0 only fills the cache"
     )
-    temperature: float = Field(default=0.0, ge=0.0, description="0 is greedy")
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0 is greedy")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus sampling mass")
-    seed: int | None = Field(default=None, description="makes sampling repeatable")
+    seed: int | None = Field(
+        default=None, ge=-(2**63), lt=2**63, description="makes sampling repeatable"
+    )
     logprobs: int | None = Field(
         default=None,
         ge=0,
@@ -48,6 +56,16 @@ class PrefillRequest(BaseModel):
         max_length=SALT_CHARS_MAX,
         description="namespace: prefixes are shared only within one salt",
     )
+
+    @field_validator("cache_salt", "request_id")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        """Refuses lone surrogates, which JSON can spell but nothing can encode."""
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("not valid Unicode text") from None
+        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,3 +159,58 @@ class EngineStats:
     rounds: int = 0
     stages: tuple[StageStats, ...] = ()
     wave_tokens: tuple[int, ...] = ()  # sizes of the latest waves, oldest first (bounded)
+
+
+def make_request(**fields: Any) -> PrefillRequest:
+    """A request whose fields are right in themselves.
+
+    `prompt_token_ids` may be any sequence of ints, or an array with `tolist()`.
+
+    Raises:
+        RequestError: an empty prompt, an unknown field (the nearest known one is named), a value of
+            the wrong type or out of range, or more tokens asked for than this version produces.
+    """
+    tokens: Any = fields.get("prompt_token_ids")
+    if hasattr(tokens, "tolist"):
+        tokens = tokens.tolist()
+    if isinstance(tokens, list):
+        tokens = tuple(tokens)
+    try:
+        request = PrefillRequest(**{**fields, "prompt_token_ids": tokens})
+    except ValidationError as error:
+        message, param = first_problem(error, PrefillRequest.model_fields)
+        raise RequestError(message, param=param) from None
+    if not request.prompt_token_ids:
+        raise RequestError(
+            "prompt is empty: give at least one token", code="empty_prompt", param="prompt"
+        )
+    if request.max_tokens > TOKENS_MAX:
+        raise RequestError(
+            f"max_tokens {request.max_tokens}: this version prefills and produces at most "
+            f"{TOKENS_MAX} token; ask for 0 or 1",
+            code="unsupported",
+            param="max_tokens",
+        )
+    return request
+
+
+def check_request(request: PrefillRequest, *, vocab_size: int, max_model_len: int) -> None:
+    """Checks a request against the model's facts (S11).
+
+    Raises:
+        RequestError: the prompt is too long, or holds a token outside the vocabulary.
+    """
+    tokens = request.prompt_token_ids
+    if len(tokens) > max_model_len:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens, max_model_len is {max_model_len}",
+            code="prompt_too_long",
+            param="prompt",
+        )
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= vocab_size:
+        raise RequestError(
+            f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size} tokens",
+            code="bad_token",
+            param="prompt",
+        )

@@ -1,0 +1,1 @@
+"""Batch files: lines in, one answer a line out, in order."""

@@ -1,0 +1,187 @@
+"""The `wavepp` command: argument parsing only; what the commands do is in wavepp/commands.
+
+Nothing heavy (torch, transformers, Ray) is imported before a command needs it. What a user can get
+wrong ends in one line on standard error and exit status 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from wavepp import __version__
+from wavepp.commands.engine_flags import engine_command
+from wavepp.config import EngineConfig
+from wavepp.errors import ConfigError, RequestError, WavePPError
+
+OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
+
+app = typer.Typer(
+    name="wavepp",
+    help="Pipeline-parallel prefill of large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long flag names off on narrow terminals
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"wavepp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+def run_batch(
+    config: EngineConfig,
+    input_file: Annotated[
+        str, typer.Option("--input-file", "-i", metavar="FILE", help="JSON lines; - for a pipe")
+    ],
+    output_file: Annotated[
+        str, typer.Option("--output-file", "-o", metavar="FILE", help="answers; - for a pipe")
+    ],
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="keep the answers in the output file, do what is missing"),
+    ] = False,
+) -> None:
+    """Answer a file of prompts, one JSON line each, in order.
+
+    Lines are OpenAI batch lines (custom_id, method, url, body with /v1/completions or
+    /v1/chat/completions) or plain ones: {"prompt": "text"} or {"prompt_token_ids": [1, 2]}.
+
+    An existing output file is overwritten, unless --resume is given.
+    """
+    from wavepp.commands.run_batch import run
+
+    run(config, input_file, output_file, resume=resume)
+
+
+def throughput(
+    config: EngineConfig,
+    workload: Annotated[
+        str, typer.Option(metavar="LIST", help="of cold, reuse, mixed; comma-separated")
+    ] = "cold",
+    concurrency: Annotated[
+        str, typer.Option(metavar="LIST", help="requests kept in flight; comma-separated")
+    ] = "1,4,8",
+    prompt_len: Annotated[int, typer.Option(min=1, help="tokens in a prompt")] = 4096,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="in a timed run; default: 8, or the concurrency")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="timed runs of each cell")] = 3,
+    reuse_frac: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="of a prompt that is a shared prefix")
+    ] = 0.9,
+    num_prefixes: Annotated[int, typer.Option(min=1, help="distinct shared prefixes")] = 4,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="transformers", help="run it in turn, on the same tokens")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="write meta and rows here")
+    ] = None,
+) -> None:
+    """Measure prompt throughput: closed loop, in process, on made prompts."""
+    from wavepp.bench.throughput import Plan, run
+
+    plan = Plan.parse(
+        workloads=workload,
+        concurrency=concurrency,
+        prompt_len=prompt_len,
+        requests=requests,
+        repeats=repeats,
+        reuse_frac=reuse_frac,
+        num_prefixes=num_prefixes,
+        baseline=baseline,
+        seed=config.seed,
+    )
+    run(config, plan, json_file)
+
+
+app.command("run-batch")(engine_command(run_batch))
+bench.command("throughput")(engine_command(throughput))
+
+
+@bench.command("compare")
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="the one that should win")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="what it is measured against")],
+) -> None:
+    """Compare two results cell by cell: A's input tokens/s over B's."""
+    from wavepp.bench.compare import run
+
+    run(first, second)
+
+
+@app.command("make-tiny")
+def make_tiny(
+    family: Annotated[str, typer.Argument(help="model family, such as llama")],
+    out: Annotated[Path, typer.Argument(help="folder to write")],
+) -> None:
+    """Write a tiny random checkpoint in the released layout."""
+    from wavepp.commands.models import run_make_tiny
+
+    run_make_tiny(family, out)
+
+
+@app.command("check-model")
+def check_model(
+    model: Annotated[Path, typer.Argument(help="folder of a checkpoint")],
+    pipeline_parallel_size: Annotated[
+        int, typer.Option("--pipeline-parallel-size", "-pp", min=1, help="stages to split into")
+    ] = 1,
+) -> None:
+    """Say which family a checkpoint is, what each stage would load, and what is unsupported."""
+    from wavepp.commands.models import run_check_model
+
+    run_check_model(model, pipeline_parallel_size)
+
+
+def main() -> NoReturn:
+    """The console command. Turns errors into one line and an exit status."""
+    sys.exit(_status())
+
+
+def _status() -> int:
+    try:
+        status = typer.main.get_command(app).main(standalone_mode=False)
+    except (ConfigError, RequestError) as error:
+        return _complain(str(error), USAGE)
+    except WavePPError as error:
+        return _complain(str(error), FAILURE)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", INTERRUPTED)
+    except _click_exception() as error:
+        return _complain(error.format_message(), USAGE)
+    return status if isinstance(status, int) else OK
+
+
+def _click_exception() -> Any:
+    """The root of what typer raises for wrong usage; its home differs between typer's versions."""
+    return typer.BadParameter.__mro__[2]
+
+
+def _complain(message: str, status: int) -> int:
+    line = " ".join(message.split())
+    typer.echo(f"wavepp: {line}", err=True)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""`wavepp run-batch`: a BatchRun on an Engine, told on standard error.
+
+Ctrl-C and SIGTERM stop it in order: the engine is closed, and the output can be resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+from rich.console import Console
+
+from wavepp.batch.files import PIPE
+from wavepp.batch.progress import BarProgress, LineProgress, summary_table
+from wavepp.batch.runner import BatchReport, BatchRun, Progress
+from wavepp.config import EngineConfig
+from wavepp.engine import Engine, check_folder
+
+
+def run(config: EngineConfig, source: str, target: str, *, resume: bool) -> None:
+    """Runs the batch to its end and prints a summary.
+
+    Raises:
+        ConfigError: a file, the configuration or the checkpoint can't be used.
+        EngineDeadError: the pipeline stopped.
+        KeyboardInterrupt: it was interrupted; the output can be resumed.
+    """
+    check_folder(config)
+    batch = BatchRun(config, source, target, resume=resume)
+    console = Console(stderr=True)
+    if batch.is_finished():
+        report = batch.finish_without_engine()
+    else:
+        if target == PIPE:
+            batch.write_to(_own_stdout())
+        report = asyncio.run(_answer(batch, console))
+    console.print(summary_table(report))
+
+
+async def _answer(batch: BatchRun, console: Console) -> BatchReport:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with Engine(batch.config) as engine:
+        progress: Progress = BarProgress(console) if console.is_terminal else LineProgress(console)
+        try:
+            return await batch.run(engine, progress)
+        finally:
+            progress.close()
+
+
+def _own_stdout() -> int:
+    """Keeps standard output for answers: whatever else is printed there goes to standard error."""
+    sys.stdout.flush()
+    own = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return own

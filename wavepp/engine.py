@@ -1,0 +1,309 @@
+"""The asynchronous front end: checks and tokenises prompts, and hands them to a running pipeline.
+
+Owns the backend's lifetime, the tokenizer's worker thread and the ids now in use. Knows nothing of
+stages, waves or Ray; what it runs on is an `EngineBackend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+from wavepp.actors.ports import EngineBackend
+from wavepp.config import EngineConfig
+from wavepp.control.work import StageFacts
+from wavepp.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from wavepp.requests import (
+    EngineStats,
+    PrefillRequest,
+    PrefillResult,
+    check_request,
+    make_request,
+)
+from wavepp.tokenizer import Tokenizer, load_tokenizer
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+"""Text, or token ids (any sequence of ints, or an array of them)."""
+
+WINDOW_MIN = 64
+RETRY_S = 0.05
+
+
+class PrefillOptions(TypedDict, total=False):
+    """What a prefill may be asked for; see PrefillRequest for each."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    cache_salt: str | None
+
+
+class Engine:
+    """A pipeline with a tokenizer, for one event loop.
+
+        async with Engine(EngineConfig(model="...", pipeline_parallel_size=2)) as engine:
+            result = await engine.prefill("The capital of France is")
+
+    Args:
+        config: what to build; or name its fields as keyword arguments.
+        backend: a pipeline to run on; by default the one of `config.transport`.
+
+    Raises:
+        ConfigError: the configuration can't be used.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        backend: EngineBackend | None = None,
+        **options: Any,
+    ) -> None:
+        if config is not None and options:
+            raise ConfigError(f"give a config or keyword arguments, not both: {sorted(options)}")
+        self.config = config if config is not None else EngineConfig(**options)
+        self._given_backend = backend
+        self._backend: EngineBackend | None = None
+        self._facts: tuple[StageFacts, ...] = ()
+        self._tokenizer: Tokenizer | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._live: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Builds the pipeline and loads the tokenizer; returns when requests can run.
+
+        Raises:
+            ConfigError: the configuration or checkpoint can't be used.
+        """
+        if self._backend is not None:
+            raise RuntimeError("the engine was started before; make a new one")
+        check_folder(self.config)
+        backend = self._given_backend or build_backend(self.config)
+        worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wavepp-tokenizer")
+        self._backend, self._worker = backend, worker
+        loop = asyncio.get_running_loop()
+        loading = loop.run_in_executor(worker, load_tokenizer, self.config)
+        try:
+            self._facts = await backend.start()
+            self._tokenizer = await loading
+        except BaseException:
+            await asyncio.gather(loading, return_exceptions=True)
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Aborts what is left and gives back every resource. Safe to call twice."""
+        worker, self._worker = self._worker, None
+        if self._backend is not None:
+            await self._backend.close()
+        if worker is not None:
+            worker.shutdown(wait=False, cancel_futures=True)
+
+    async def prefill(
+        self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[PrefillOptions]
+    ) -> PrefillResult:
+        """Runs one prompt to its first token. Cancelling the awaiting task aborts the request.
+
+        Raises:
+            RequestError: the prompt or an option can't be served; nothing was queued.
+            QueueFullError: the queue limits are reached; try again later.
+            EngineDeadError: the pipeline stopped for good, or the engine is closed.
+        """
+        return await self.submit(await self.request(prompt, request_id=request_id, **options))
+
+    async def request(
+        self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[PrefillOptions]
+    ) -> PrefillRequest:
+        """The checked request for a prompt, not yet submitted; text is tokenised on a thread.
+
+        Raises:
+            RequestError: as `prefill`.
+        """
+        facts = self._running_facts()
+        tokens = await self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        fields: dict[str, Any] = {**options, "prompt_token_ids": tokens}
+        if fields.get("cache_salt", "") is None:
+            del fields["cache_salt"]
+        fields["request_id"] = request_id if request_id is not None else uuid.uuid4().hex
+        request = make_request(**fields)
+        _check(request, facts)
+        return request
+
+    async def submit(self, request: PrefillRequest) -> PrefillResult:
+        """Runs a request to its end; as `prefill`."""
+        facts = self._running_facts()
+        _check(request, facts)
+        if request.request_id in self._live:
+            raise RequestError(
+                f"request_id {request.request_id!r} is in use by another request",
+                code="duplicate_request_id",
+                param="request_id",
+            )
+        assert self._backend is not None
+        self._live.add(request.request_id)
+        try:
+            return await self._backend.submit(request)
+        finally:
+            self._live.discard(request.request_id)
+
+    async def submit_all(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult]:
+        """Runs several requests, `window` at a time at most, and returns their results in order.
+
+        A full queue is waited for, while others are in the engine. When one fails the others are
+        aborted.
+
+        Raises:
+            RequestError, EngineDeadError: as `prefill`.
+        """
+        room = asyncio.Semaphore(self.window)
+
+        async def run(request: PrefillRequest) -> PrefillResult:
+            async with room:
+                return await self._submit_when_room(request)
+
+        tasks = [asyncio.create_task(run(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def abort(self, request_id: str) -> bool:
+        """Aborts a request in any state: its prefill returns finish_reason "abort".
+
+        Returns:
+            False when no request of that id is in the engine.
+        """
+        self._running_facts()
+        assert self._backend is not None
+        return await self._backend.abort(request_id)
+
+    async def stats(self) -> EngineStats:
+        """One snapshot of queue, ring and stages."""
+        self._running_facts()
+        assert self._backend is not None
+        return await self._backend.stats()
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        Raises:
+            RequestError: there is no tokenizer, or the text is empty or not Unicode.
+        """
+        if not text:
+            raise RequestError("prompt is empty", code="empty_prompt", param="prompt")
+        encoder = self._need_tokenizer()
+        return await self.on_worker(
+            lambda: encoder.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def tokenize_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The token ids of a conversation; options go to the model's chat template.
+
+        Raises:
+            RequestError: there is no tokenizer or no template, or it refuses the messages.
+        """
+        encoder = self._need_tokenizer()
+        return await self.on_worker(lambda: encoder.encode_chat(messages, options))
+
+    async def on_worker(self, call: Callable[[], T]) -> T:
+        """Runs what uses the tokenizer on the tokenizer's thread."""
+        if self._worker is None:
+            raise EngineDeadError("the engine is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._worker, call)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, for use on `on_worker` only; None: token ids only."""
+        return self._tokenizer
+
+    @property
+    def facts(self) -> tuple[StageFacts, ...]:
+        """What the stages said of themselves when they started."""
+        return self._facts
+
+    @property
+    def window(self) -> int:
+        """How many requests to keep in the engine so that its queue is never empty."""
+        wanted = max(WINDOW_MIN, 2 * self.config.max_num_seqs)
+        limit = self.config.max_num_queued_reqs
+        return wanted if limit is None else min(wanted, limit)
+
+    async def _submit_when_room(self, request: PrefillRequest) -> PrefillResult:
+        while True:
+            try:
+                return await self.submit(request)
+            except QueueFullError:
+                if not self._live:
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+    def _running_facts(self) -> tuple[StageFacts, ...]:
+        if not self._facts:
+            raise RuntimeError("the engine is not started: use `async with` or await start()")
+        if self._worker is None:
+            raise EngineDeadError("the engine is closed")
+        return self._facts
+
+    def _need_tokenizer(self) -> Tokenizer:
+        self._running_facts()
+        if self._tokenizer is None:
+            raise RequestError(
+                "there is no tokenizer (none in the checkpoint, or skip_tokenizer_init): "
+                "give token ids",
+                code="no_tokenizer",
+                param="prompt",
+            )
+        return self._tokenizer
+
+
+def build_backend(config: EngineConfig) -> EngineBackend:
+    """The pipeline of `config.transport`, not yet started."""
+    from wavepp.actors.executors import torch_executor
+
+    if config.transport == "local":
+        from wavepp.actors.local import LocalPipeline
+
+        return LocalPipeline(config, torch_executor)
+    from wavepp.actors.ray.launch import RayPipeline
+
+    return RayPipeline(config, torch_executor)
+
+
+def check_folder(config: EngineConfig) -> None:
+    """Sees that the checkpoint's folder is there before anything heavy is started.
+
+    Raises:
+        ConfigError: it isn't, or holds no config.json.
+    """
+    folder = Path(config.model)
+    if not folder.is_dir():
+        raise ConfigError(f"model: {config.model} is not a folder")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model: {config.model} holds no config.json")
+
+
+def _check(request: PrefillRequest, facts: tuple[StageFacts, ...]) -> None:
+    check_request(
+        request,
+        vocab_size=min(stage.vocab_size for stage in facts),
+        max_model_len=min(stage.max_model_len for stage in facts),
+    )
