@@ -1,0 +1,40 @@
+"""The operations a model is written in, as functions on flat varlen waves.
+
+One implementation of each is chosen by device when a stage is built (select.py); models call them
+through this table and know no library. `torch_ref` says what each must compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from wavepp.kernels.attention_plan import AttentionPlan
+
+KvPools = tuple[Tensor, Tensor]
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """One implementation of every operation; signatures and shapes are those of torch_ref.
+
+    Attributes:
+        rms_norm: (x [..., D], weight, eps) -> [..., D]
+        rope: (x [T, H, D], cos, sin [T, 1, C]) -> [T, H, D]
+        silu_mul_: (gate_up [T, 2I]) -> [T, I]; may overwrite its input
+        linear: (x [T, I], weight [O, I], bias) -> [T, O]
+        linear_add: (residual [T, O], x, weight, bias) -> [T, O]; may overwrite the residual
+        write_paged: (pools, k, v, plan) -> None
+        attn_paged: ((q, k, v), pools, plan, scale) -> [T, H * D]
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    silu_mul_: Callable[[Tensor], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    linear_add: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    write_paged: Callable[[KvPools, Tensor, Tensor, AttentionPlan], None]
+    attn_paged: Callable[[Qkv, KvPools, AttentionPlan, float], Tensor]

@@ -1,0 +1,61 @@
+"""Picks an implementation of every operation, by device; any of them can be overridden.
+
+Also picks the dtype of computation. On CPUs with bf16 tile units (AMX) bf16 products run at many
+times the float32 rate; on CPUs without, measured products are slower in bf16 than in float32 (83 to
+155 GFLOP/s on one AVX-512 core), so weights are widened once and computation is in float32, while
+cache and activations between stages keep the model's dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from wavepp.kernels import torch_attention, torch_ref
+from wavepp.kernels.api import Ops
+
+
+def select_ops(
+    device: torch.device, overrides: Mapping[str, Callable[..., Any]] | None = None
+) -> Ops:
+    """The operations for `device`, with `overrides` (operation name -> function) on top.
+
+    Raises:
+        ValueError: an override that names no operation.
+    """
+    ops = _torch_ops()
+    if not overrides:
+        return ops
+    known = {field.name for field in dataclasses.fields(Ops)}
+    unknown = set(overrides) - known
+    if unknown:
+        raise ValueError(f"no such operation: {sorted(unknown)}; there are {sorted(known)}")
+    return dataclasses.replace(ops, **dict(overrides))
+
+
+def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype a stage computes in, for weights stored in `stored`."""
+    if device.type != "cpu" or stored == torch.float32 or _has_tile_units(stored):
+        return stored
+    return torch.float32
+
+
+def _has_tile_units(dtype: torch.dtype) -> bool:
+    if dtype == torch.float16:
+        return bool(torch.cpu._is_amx_fp16_supported())
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def _torch_ops() -> Ops:
+    return Ops(
+        rms_norm=torch_ref.rms_norm,
+        rope=torch_ref.rope,
+        silu_mul_=torch_ref.silu_mul_,
+        linear=torch_ref.linear,
+        linear_add=torch_ref.linear_add,
+        write_paged=torch_attention.write_paged,
+        attn_paged=torch_attention.attn_paged,
+    )

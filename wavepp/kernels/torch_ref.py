@@ -1,0 +1,56 @@
+"""The small operations in torch: the definition of correct, and what runs on CPU.
+
+Written for few passes over memory: one reduction and as many in-place products as the formula has.
+Reductions are in float32. Inputs are never changed unless the name says so.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2, last dim) + eps) * weight; x [..., D], weight broadcastable to x.
+
+    The result is contiguous.
+    """
+    size = x.shape[-1]
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = norm.square_().mul_(1.0 / size).add_(eps).rsqrt_()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.mul(x, scale.to(x.dtype), out=out)
+    return out.mul_(weight)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first 2C dims of x [T, H, D], half-split; cos, sin [T, 1, C]; a new tensor."""
+    half = cos.shape[-1]
+    low, high = x[..., :half], x[..., half : 2 * half]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out_low, out_high = out[..., :half], out[..., half : 2 * half]
+    torch.mul(low, cos, out=out_low)
+    out_low.addcmul_(high, sin, value=-1.0)
+    torch.mul(high, cos, out=out_high)
+    out_high.addcmul_(low, sin)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
+def silu_mul_(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [T, 2I]; overwrites its left half and returns that, [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).mul_(up)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, I] times weight [O, I] transposed, plus bias [O]."""
+    return F.linear(x, weight, bias)
+
+
+def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """residual [T, O] + linear(x); the residual may be overwritten and is not to be used again."""
+    out = residual.addmm_(x, weight.t())
+    return out if bias is None else out.add_(bias)

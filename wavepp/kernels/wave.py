@@ -1,0 +1,77 @@
+"""One wave as the kernels see it: flat tokens of several spans, and where their cache is.
+
+    flat rows   |-- span 0 --|-- span 1 --|- span 2 -|        T rows, in schedule order
+    span i      tokens [start, start + length) of a sequence; [0, start) is in the cache already
+
+Everything that depends only on the spans (positions, cache slots, attention batches) is built once
+per wave, here, and shared by all layers. Owns no cache and no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wavepp.kernels.attention_plan import AttentionPlan, plan_attention
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """`length` tokens of one sequence from position `start`; `tables`: group name -> block ids."""
+
+    start: int
+    length: int
+    tables: Mapping[str, Int32Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWindow:
+    """A cache group as the planner of attention needs it: its name and its window, if any."""
+
+    name: str
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """The spans of one wave, ready for the kernels.
+
+    Attributes:
+        positions: int64 [T], position of every row in its sequence.
+        plans: group name -> cache slots and attention batches.
+    """
+
+    spans: tuple[Span, ...]
+    positions: Tensor
+    plans: Mapping[str, AttentionPlan]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.positions.shape[0])
+
+
+def build_wave(
+    spans: Sequence[Span], groups: Sequence[GroupWindow], block_size: int, device: torch.device
+) -> Wave:
+    """Positions and plans of a wave. Block tables are only read where a group's rule needs them."""
+    assert spans, "a wave has at least one span"
+    assert all(span.length > 0 for span in spans)
+    positions = np.concatenate(
+        [np.arange(span.start, span.start + span.length, dtype=np.int64) for span in spans]
+    )
+    extents = [(span.start, span.length) for span in spans]
+    plans = {}
+    for group in groups:
+        tables = [span.tables[group.name] for span in spans]
+        plans[group.name] = plan_attention(
+            extents, tables, block_size, window=group.window, device=device
+        )
+    return Wave(tuple(spans), torch.from_numpy(positions).to(device), plans)

@@ -1,0 +1,21 @@
+"""The model families that are supported: config.json's model_type -> how to read it.
+
+A family is a table of names and switches with little code; the arithmetic is in layers/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from wavepp.models.families import dense
+from wavepp.models.json_config import JsonConfig
+from wavepp.models.spec import DtypeName, ModelSpec
+
+FamilyBuilder = Callable[[JsonConfig, DtypeName, tuple[int, ...]], ModelSpec]
+
+FAMILIES: Mapping[str, FamilyBuilder] = {
+    "llama": dense.llama,
+    "mistral": dense.mistral,
+    "qwen2": dense.qwen2,
+    "qwen3": dense.qwen3,
+}

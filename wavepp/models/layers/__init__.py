@@ -1,0 +1,1 @@
+"""The parts decoder layers are made of; each owns its weights and takes what else it needs."""

@@ -1,0 +1,65 @@
+"""Grouped-query attention: merged qkv product, optional per-head norms, rope, paged attention.
+
+T rows, H query heads, K key heads, D head size; qkv rows are [q: H*D | k: K*D | v: K*D]
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wavepp.kernels.api import KvPools, Ops
+from wavepp.kernels.attention_plan import AttentionPlan
+from wavepp.models.layers.rope import CosSin
+from wavepp.models.loader import WeightSource
+from wavepp.models.spec import GqaSpec
+
+
+class GqaLayer:
+    """One attention mixer with its weights (below `prefix`, such as model.layers.3.self_attn)."""
+
+    def __init__(
+        self, spec: GqaSpec, norm_eps: float, weights: WeightSource, prefix: str, ops: Ops
+    ) -> None:
+        self._spec = spec
+        self._eps = norm_eps
+        self._ops = ops
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        rows = [heads * dim, kv_heads * dim, kv_heads * dim]
+        self._qkv = weights.read_rows([f"{n}.weight" for n in names], rows, spec.hidden_size)
+        self._qkv_bias = None
+        if spec.qkv_bias:
+            self._qkv_bias = weights.read_rows([f"{n}.bias" for n in names], rows, None)
+        self._out = weights.read(f"{prefix}.o_proj.weight", (spec.hidden_size, heads * dim))
+        self._out_bias = None
+        if spec.out_bias:
+            self._out_bias = weights.read(f"{prefix}.o_proj.bias", (spec.hidden_size,))
+        self._qk_norm = None
+        if spec.qk_norm:
+            q = weights.read(f"{prefix}.q_norm.weight", (dim,))
+            k = weights.read(f"{prefix}.k_norm.weight", (dim,))
+            both = q.new_empty((heads + kv_heads, dim))
+            both[:heads], both[heads:] = q, k
+            self._qk_norm = both
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The weights that are held."""
+        held = (self._qkv, self._qkv_bias, self._out, self._out_bias, self._qk_norm)
+        return tuple(tensor for tensor in held if tensor is not None)
+
+    def add_to(
+        self, residual: Tensor, x: Tensor, rope: CosSin, pools: KvPools, plan: AttentionPlan
+    ) -> Tensor:
+        """residual + attention(x), [T, hidden]; writes this wave's keys and values to pools."""
+        spec, ops = self._spec, self._ops
+        rotated = spec.num_heads + spec.num_kv_heads
+        heads = ops.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, spec.head_dim)
+        qk = heads[:, :rotated]
+        if self._qk_norm is not None:
+            qk = ops.rms_norm(qk, self._qk_norm, self._eps)
+        qk = ops.rope(qk, *rope)
+        q, k, v = qk[:, : spec.num_heads], qk[:, spec.num_heads :], heads[:, rotated:]
+        ops.write_paged(pools, k, v, plan)
+        mixed = ops.attn_paged((q, k, v), pools, plan, spec.head_dim**-0.5)
+        return ops.linear_add(residual, mixed, self._out, self._out_bias)

@@ -1,0 +1,91 @@
+"""Rotary embedding keys of config.json -> RopeSpec, in both spellings.
+
+Released files have `rope_theta` and `rope_scaling` (with `type` or `rope_type`); transformers 5
+writes one `rope_parameters` object. Where both are there, `rope_parameters` wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from wavepp.errors import ConfigError
+from wavepp.models.json_config import JsonConfig
+from wavepp.models.spec import RopeKind, RopeSpec
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+_DEFAULT_THETA = 10000.0
+
+
+def read_rope(config: JsonConfig, head_dim: int, default_theta: float = _DEFAULT_THETA) -> RopeSpec:
+    """The rope of a model whose layers all share one.
+
+    Raises:
+        ConfigError: a rope type that is not supported (dynamic and longrope change with the length
+            of the prompt, so a cached prefix would be wrong), or a key that is missing.
+    """
+    values, where = _parameters(config)
+    rope = JsonConfig(values, where)
+    kind = rope.text("rope_type", str(values.get("type", "default")))
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"{where}.rope_type {kind!r} is not supported; known: {', '.join(_KINDS)}"
+        )
+    fraction = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    common: dict[str, Any] = {
+        "kind": cast("RopeKind", kind),
+        "theta": rope.number("rope_theta", config.number("rope_theta", default_theta)),
+        "rotary_dim": int(head_dim * fraction),
+    }
+    if kind == "default":
+        return RopeSpec(**common)
+    if kind == "linear":
+        return RopeSpec(**common, factor=rope.number("factor"))
+    original = rope.integer(
+        "original_max_position_embeddings", config.integer("max_position_embeddings")
+    )
+    if kind == "llama3":
+        return RopeSpec(
+            **common,
+            factor=rope.number("factor"),
+            original_max_positions=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
+    return _yarn(rope, common, original, config.integer("max_position_embeddings"))
+
+
+def _parameters(config: JsonConfig) -> tuple[Mapping[str, Any], str]:
+    for key in ("rope_parameters", "rope_scaling"):
+        values = config.mapping(key)
+        if values:
+            if any(isinstance(value, dict) for value in values.values()):
+                raise ConfigError(f"{config.name}: {key} per layer type is not supported")
+            return values, f"{config.name}: {key}"
+    return {}, f"{config.name}: rope_parameters"
+
+
+def _yarn(rope: JsonConfig, common: dict[str, Any], original: int, max_positions: int) -> RopeSpec:
+    factor = rope.number("factor", max_positions / original)
+    attention_factor = rope.optional_number("attention_factor")
+    if attention_factor is None:
+        mscale, all_dim = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+        if mscale is not None and all_dim is not None:
+            attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+        else:
+            attention_factor = yarn_mscale(factor)
+    return RopeSpec(
+        **common,
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=attention_factor,
+    )
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's attention temperature: 0.1 * mscale * ln(factor) + 1, and 1 when nothing is scaled."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

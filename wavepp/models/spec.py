@@ -1,0 +1,217 @@
+"""What a model is, as data: layers by kind, cache groups with exact bytes, carries between stages.
+
+Owns no tensors and reads no files. A stage is a contiguous range of layers [lo, hi); a *boundary* b
+lies before layer b, so stage [lo, hi) takes the carry at lo and gives the carry at hi. The carry is
+typed because some families pass more than hidden states on; the families here pass exactly those.
+
+    boundary:   0        lo                hi        L
+                | ...    |  layers lo..hi-1 |   ...  |
+                embed    carry_at(lo)       carry_at(hi)   norm, lm_head
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+GroupKind = Literal["attention", "sliding", "recurrent"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+LOGIT_ROWS_PER_TOKEN = (
+    1 / 256
+)  # a prefill scores one position a prompt; prompts shorter than this are rare
+CONTEXT_FOR_COST = 4096  # tokens of context at which attention is counted when layers are balanced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding: the `rotary_dim` leading dims of each head turn, half-split.
+
+    Sources: RoFormer; Llama 3.1's frequency scaling; YaRN (arXiv 2309.00071).
+    """
+
+    kind: RopeKind
+    theta: float
+    rotary_dim: int
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GqaSpec:
+    """Grouped-query attention. `window` w: a token sees itself and w-1 before it; None: all."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    window: int | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its weights."""
+        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        count = rows * self.hidden_size + self.hidden_size * self.num_heads * self.head_dim
+        count += rows if self.qkv_bias else 0
+        count += self.hidden_size if self.out_bias else 0
+        count += 2 * self.head_dim if self.qk_norm else 0
+        return count
+
+    def flops_per_token(self, context: int) -> float:
+        """Multiply-adds times two for one token that sees `context` tokens."""
+        seen = context if self.window is None else min(context, self.window)
+        return 2.0 * self.parameters + 4.0 * self.num_heads * self.head_dim * seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseMlpSpec:
+    """Gated MLP: down(silu(gate(x)) * up(x))."""
+
+    hidden_size: int
+    intermediate_size: int
+    bias: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its weights."""
+        count = 3 * self.hidden_size * self.intermediate_size
+        return count + (2 * self.intermediate_size + self.hidden_size if self.bias else 0)
+
+    def flops_per_token(self) -> float:
+        """Multiply-adds times two for one token."""
+        return 2.0 * self.parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTensorSpec:
+    """One tensor a layer keeps: `shape` per token, or per state slot (recurrent)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DtypeName
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for one token or one slot."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: a mixer, an MLP, and the cache group its state lives in."""
+
+    mixer: GqaSpec
+    mlp: DenseMlpSpec
+    group: str
+    cache: tuple[CacheTensorSpec, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all its weights, the two norms included."""
+        return self.mixer.parameters + self.mlp.parameters + 2 * self.mixer.hidden_size
+
+    @property
+    def cache_bytes(self) -> int:
+        """Cache bytes of this layer for one token (or one state slot)."""
+        return sum(tensor.nbytes for tensor in self.cache)
+
+    def cost(self, context: int = CONTEXT_FOR_COST) -> float:
+        """Floating-point operations for one token."""
+        return self.mixer.flops_per_token(context) + self.mlp.flops_per_token()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroupSpec:
+    """A set of layers that share one block table, and the rule for reuse there."""
+
+    name: str
+    kind: GroupKind
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarryTensorSpec:
+    """One tensor that crosses a boundary: shape [T, *shape]."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DtypeName
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that cross for one token."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A whole model. `dtype` is that of weights, activations between stages, and cache."""
+
+    family: str
+    dtype: DtypeName
+    hidden_size: int
+    vocab_size: int
+    norm_eps: float
+    max_model_len: int
+    tie_word_embeddings: bool
+    layers: tuple[LayerSpec, ...]
+    groups: tuple[CacheGroupSpec, ...]
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """How many decoder layers there are."""
+        return len(self.layers)
+
+    @property
+    def preferred_cuts(self) -> tuple[int, ...]:
+        """Boundaries where the carry is smallest; the automatic partition cuts there if it can."""
+        return tuple(range(1, self.num_layers))
+
+    def carry_at(self, boundary: int) -> tuple[CarryTensorSpec, ...]:
+        """What goes from the stage that ends at `boundary` (0 < boundary < L) to the next."""
+        assert 0 < boundary < self.num_layers, boundary
+        return (CarryTensorSpec(name="hidden", shape=(self.hidden_size,), dtype=self.dtype),)
+
+    def groups_in(self, lo: int, hi: int) -> tuple[CacheGroupSpec, ...]:
+        """The cache groups that layers [lo, hi) use, in the model's order."""
+        used = {layer.group for layer in self.layers[lo:hi]}
+        return tuple(group for group in self.groups if group.name in used)
+
+    def cache_bytes(self, group: str, lo: int, hi: int) -> int:
+        """Cache bytes of `group` in layers [lo, hi), for one token (or one state slot)."""
+        return sum(layer.cache_bytes for layer in self.layers[lo:hi] if layer.group == group)
+
+    def parameters_in(self, lo: int, hi: int) -> int:
+        """Elements stage [lo, hi) loads, embedding (first) or norm and head (last) included."""
+        table = self.vocab_size * self.hidden_size
+        count = sum(layer.parameters for layer in self.layers[lo:hi])
+        last = hi == self.num_layers
+        count += table if lo == 0 else 0
+        count += self.hidden_size if last else 0
+        shared = self.tie_word_embeddings and lo == 0
+        return count + (table if last and not shared else 0)
+
+    @property
+    def embedding_cost(self) -> float:
+        """Operations for one token in the embedding: a row is copied."""
+        return float(self.hidden_size)
+
+    @property
+    def head_cost(self) -> float:
+        """Operations for one token in the final norm and lm_head, which see few positions."""
+        return 2.0 * self.hidden_size * self.vocab_size * LOGIT_ROWS_PER_TOKEN

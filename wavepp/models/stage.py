@@ -1,0 +1,126 @@
+"""What one stage computes: layers [lo, hi), the embedding if first, the head if last.
+
+Owns weights; the cache is handed in. Knows waves and tensors, nothing of requests or the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from wavepp.kernels.api import KvPools, Ops
+from wavepp.kernels.select import select_ops
+from wavepp.kernels.wave import Wave
+from wavepp.models.layers.decoder import DecoderLayer, WaveContext
+from wavepp.models.layers.rope import CosSin, cos_sin, inverse_frequencies
+from wavepp.models.loader import NameRecorder, WeightSource
+from wavepp.models.spec import DtypeName, ModelSpec, RopeSpec
+
+TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+LOGITS_MAX = 1 << 24  # elements of logits held at once (64 MB in float32)
+
+
+class StageModel:
+    """Stage [lo, hi) of a model.
+
+    Args:
+        spec: the whole model.
+        lo, hi: its layers.
+        weights: where they are read from; decides dtype and device of computation.
+    """
+
+    def __init__(self, spec: ModelSpec, lo: int, hi: int, weights: WeightSource, ops: Ops) -> None:
+        assert 0 <= lo < hi <= spec.num_layers, (lo, hi, spec.num_layers)
+        self.spec = spec
+        self.lo, self.hi = lo, hi
+        self._ops = ops
+        table = (spec.vocab_size, spec.hidden_size)
+        self._embedding = self._norm = self._head = None
+        if self.is_first:
+            self._embedding = weights.read("model.embed_tokens.weight", table)
+        self._layers = [
+            DecoderLayer(spec.layers[i], spec.norm_eps, weights, f"model.layers.{i}", ops)
+            for i in range(lo, hi)
+        ]
+        if self.is_last:
+            self._norm = weights.read("model.norm.weight", (spec.hidden_size,))
+            self._head = self._read_head(weights, table)
+        sample = self._layers[0].tensors[0]
+        self.dtype, self.device = sample.dtype, sample.device
+        ropes = {layer.mixer.rope for layer in spec.layers[lo:hi]}
+        self._frequencies = {rope: inverse_frequencies(rope).to(self.device) for rope in ropes}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds tokens."""
+        return self.lo == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it makes logits."""
+        return self.hi == self.spec.num_layers
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights held; a tensor that serves twice counts once."""
+        held = [t for layer in self._layers for t in layer.tensors]
+        held += [t for t in (self._embedding, self._norm, self._head) if t is not None]
+        return sum({t.data_ptr(): t.numel() * t.element_size() for t in held}.values())
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden] for token ids [T]; first stage only."""
+        assert self._embedding is not None, "only the first stage embeds"
+        return self._embedding.index_select(0, token_ids)
+
+    def forward(self, x: Tensor, wave: Wave, pools: Sequence[KvPools]) -> Tensor:
+        """x [T, hidden] through this stage's layers. Overwrites x.
+
+        Args:
+            x: in this stage's dtype and on its device.
+            pools: key and value pool of each of its layers, in order.
+        """
+        context = WaveContext(wave, self._rope_tables(wave.positions))
+        for layer, layer_pools in zip(self._layers, pools, strict=True):
+            x = layer.forward(x, context, layer_pools)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Float32 logits [R, vocab] of rows x [R, hidden]; last stage only.
+
+        The caller keeps R * vocab small (see `logit_rows_max`).
+        """
+        assert self._norm is not None, "only the last stage has logits"
+        assert self._head is not None
+        normed = self._ops.rms_norm(x, self._norm, self.spec.norm_eps)
+        return self._ops.linear(normed, self._head, None).float()
+
+    @property
+    def logit_rows_max(self) -> int:
+        """How many rows of logits may be held at once."""
+        return max(1, LOGITS_MAX // self.spec.vocab_size)
+
+    def _rope_tables(self, positions: Tensor) -> dict[RopeSpec, CosSin]:
+        return {
+            rope: cos_sin(rope, frequencies, positions, self.dtype)
+            for rope, frequencies in self._frequencies.items()
+        }
+
+    def _read_head(self, weights: WeightSource, table: tuple[int, int]) -> Tensor:
+        if not self.spec.tie_word_embeddings:
+            return weights.read("lm_head.weight", table)
+        if self._embedding is not None:
+            return self._embedding
+        return weights.read("model.embed_tokens.weight", table)
+
+
+def tensor_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Names of all weights a whole model reads, without reading any."""
+    recorder = NameRecorder()
+    StageModel(spec, 0, spec.num_layers, recorder, select_ops(torch.device("meta")))
+    return tuple(recorder.names)

@@ -1,0 +1,158 @@
+"""Tiny random checkpoints in the released layout, with a small working tokenizer.
+
+For demos, tests and first runs without a hub: some hundred thousand parameters, several shards, and
+norms and biases that are not at their neutral values, so that every tensor matters. transformers
+builds the model (so its own forward is an oracle for it); the files are written here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wavepp.errors import ConfigError
+from wavepp.models.loader import INDEX_NAME
+from wavepp.models.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, TURN_END_ID, write_tokenizer
+
+SHARD_BYTES = 200_000
+VOCAB_SIZE = 512
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral_sliding": {"model_type": "mistral", "sliding_window": 48},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+}
+_LEGACY_ROPE = ("llama", "mistral", "qwen2")  # whose released files still spell it the old way
+
+
+def make_tiny(
+    family: str,
+    out_dir: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1234,
+    overrides: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a tiny checkpoint of `family` into `out_dir` and returns that folder.
+
+    Args:
+        family: one of TINY_FAMILIES.
+        dtype: of the stored weights.
+        seed: of the weights; equal seeds give equal files.
+        overrides: config values on top of the family's (a value of another kind of model is the
+            caller's to get right).
+
+    Raises:
+        ConfigError: no such family, or the folder can't be written.
+    """
+    if family not in TINY_FAMILIES:
+        raise ConfigError(f"family {family!r} is not known; known: {', '.join(TINY_FAMILIES)}")
+    out = Path(out_dir)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out {str(out)!r}: {error.strerror}") from None
+    values = {**_COMMON, **TINY_FAMILIES[family], **(overrides or {})}
+    config, tensors = _build(values, seed)
+    _write_config(out, config.to_dict(), dtype, legacy=family in _LEGACY_ROPE)
+    _write_shards(out, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    write_tokenizer(out, values["vocab_size"])
+    return out
+
+
+def _build(values: Mapping[str, Any], seed: int) -> tuple[Any, dict[str, Tensor]]:
+    """A transformers config and the weights of a model of it, tied ones left out."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = dict(values)
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        build: Any = AutoModelForCausalLM
+        model: torch.nn.Module = build.from_config(config, dtype=torch.float32)
+    _randomise(model, seed)
+    config.architectures = [type(model).__name__]
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return config, tensors
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    """Moves norms and biases away from ones and zeros, which would hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.1 * noise)
+
+
+def _write_config(out: Path, config: dict[str, Any], dtype: torch.dtype, *, legacy: bool) -> None:
+    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    name = str(dtype).removeprefix("torch.")
+    config["torch_dtype" if legacy else "dtype"] = name
+    if legacy:
+        config.pop("dtype", None)
+        rope = dict(config.pop("rope_parameters"))
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    _write_json(out / "config.json", config)
+    tokens = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, TURN_END_ID], "pad_token_id": PAD_ID}
+    _write_json(out / "generation_config.json", tokens)
+
+
+def _write_shards(out: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Shards of about SHARD_BYTES and their index, in the released naming."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = total = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, str(out / file), metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    _write_json(out / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
