@@ -1,0 +1,146 @@
+"""The Ray cluster an engine runs in: joined when there is one, else started, and then also ended.
+
+Owns: connecting and disconnecting, and the room for the stages. May not: end a cluster it has not
+started. Inside a Ray job (or with RAY_ADDRESS set) the job's cluster is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from wavepp.config import EngineConfig
+from wavepp.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+START_TRIES = 2  # a busy machine can be too slow for Ray's own start timeout
+POLL_S = 0.1
+CPU_STEP = 0.01
+CPUS_PER_STAGE_MIN = 0.01
+
+
+class Cluster:
+    """A connection to Ray, made by `join_or_start`."""
+
+    def __init__(self, *, connected_here: bool, session_folder: Path | None) -> None:
+        self._connected_here = connected_here
+        self._session_folder = session_folder
+
+    @classmethod
+    def join_or_start(cls) -> Cluster:
+        """Uses the Ray this process is connected to, or RAY_ADDRESS, or starts one on this machine.
+
+        Raises:
+            ConfigError: RAY_ADDRESS names a cluster that does not answer.
+        """
+        if ray.is_initialized():
+            return cls(connected_here=False, session_folder=None)
+        if os.environ.get("RAY_ADDRESS"):
+            try:
+                ray.init(log_to_driver=False, logging_level=logging.WARNING)
+            except ConnectionError as error:
+                address = os.environ["RAY_ADDRESS"]
+                raise ConfigError(f"RAY_ADDRESS {address!r}: {error}") from None
+            return cls(connected_here=True, session_folder=None)
+        _start_local()
+        return cls(connected_here=True, session_folder=_session_folder())
+
+    def leave(self) -> None:
+        """Undoes what `join_or_start` did. Safe to call twice."""
+        if self._connected_here and ray.is_initialized():
+            ray.shutdown()
+        self._connected_here = False
+        if self._session_folder is not None:
+            shutil.rmtree(self._session_folder, ignore_errors=True)
+            self._session_folder = None
+
+
+def cpus_per_stage(config: EngineConfig) -> float:
+    """CPUs a stage asks of Ray: as configured, or its threads, or less when there are fewer."""
+    if config.num_cpus_per_stage is not None:
+        return config.num_cpus_per_stage
+    free = float(ray.available_resources().get("CPU", 0.0))
+    whole = float(ray.cluster_resources().get("CPU", 0.0))
+    wanted = float(threads_per_stage(config))
+    share = (free if free >= 1 else whole) / config.pipeline_parallel_size
+    return max(min(wanted, math.floor(share / CPU_STEP) * CPU_STEP), CPUS_PER_STAGE_MIN)
+
+
+def threads_per_stage(config: EngineConfig) -> int:
+    """CPU threads a stage computes with."""
+    if config.threads_per_stage is not None:
+        return config.threads_per_stage
+    return max(1, len(os.sched_getaffinity(0)) // config.pipeline_parallel_size)
+
+
+async def reserve(config: EngineConfig, num_cpus: float) -> PlacementGroup:
+    """Room for every stage, as a placement group; the driver needs none of its own.
+
+    Raises:
+        ConfigError: it did not come within `wait_for_resources_s`.
+    """
+    bundle = {"CPU": num_cpus}
+    if config.device == "cuda":
+        bundle["GPU"] = 1.0
+    stages = config.pipeline_parallel_size
+    group = placement_group([dict(bundle) for _ in range(stages)], strategy="PACK")
+    deadline = time.monotonic() + config.wait_for_resources_s
+    try:
+        while not await asyncio.to_thread(group.wait, POLL_S):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"Ray had no room for {stages} stages of {_text(bundle)} each within "
+                    f"wait_for_resources_s = {config.wait_for_resources_s:g} s; the cluster has "
+                    f"{_text(ray.cluster_resources())}, free are "
+                    f"{_text(ray.available_resources())}"
+                )
+    except BaseException:
+        give_back(group)
+        raise
+    return group
+
+
+def give_back(group: PlacementGroup) -> None:
+    """Ends a reservation; nothing happens when Ray is gone."""
+    if ray.is_initialized():
+        with contextlib.suppress(ray.exceptions.RayError):
+            remove_placement_group(group)
+
+
+def _start_local() -> None:
+    for last in [False] * (START_TRIES - 1) + [True]:
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+        except Exception as error:
+            ray.shutdown()
+            if last:
+                raise ConfigError(f"Ray did not start on this machine: {error}") from error
+            logger.warning("Ray did not start, trying once more: %s", error)
+        else:
+            return
+
+
+def _session_folder() -> Path:
+    return Path(ray._private.worker._global_node.get_session_dir_path())
+
+
+def _text(resources: dict[str, float]) -> str:
+    named = {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
+    return ", ".join(
+        f"{amount:g} {name}" for name, amount in named.items() if amount or name == "CPU"
+    )

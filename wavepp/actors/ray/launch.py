@@ -1,0 +1,153 @@
+"""RayPipeline: an EngineBackend whose stages and driver are Ray actors.
+
+Owns: the cluster connection, the placement group and the driver actor. Whatever `start` has made
+when it fails, or is cancelled, it gives back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from wavepp.actors.ports import ExecutorFactory
+from wavepp.actors.ray import GRAPH_ENV
+from wavepp.actors.ray.cluster import (
+    Cluster,
+    cpus_per_stage,
+    give_back,
+    reserve,
+    threads_per_stage,
+)
+from wavepp.actors.ray.driver_actor import RemoteDriverActor, StagePlacement
+from wavepp.actors.ray.stage_actor import factory_name
+from wavepp.config import EngineConfig
+from wavepp.control.work import StageFacts
+from wavepp.errors import EngineDeadError, WavePPError
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+
+# isort: split
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALLS_MAX = 100_000  # calls the driver actor holds open at once: one a request
+CLOSE_S_MAX = 60.0
+
+
+class RayPipeline:
+    """EngineBackend on Ray."""
+
+    def __init__(self, config: EngineConfig, executor_factory: ExecutorFactory) -> None:
+        self._config = config
+        self._factory = factory_name(executor_factory)
+        self._cluster: Cluster | None = None
+        self._group: PlacementGroup | None = None
+        self._driver: Any = None
+
+    async def start(self) -> tuple[StageFacts, ...]:
+        """As EngineBackend.start."""
+        assert self._cluster is None, "started twice"
+        try:
+            self._cluster = await asyncio.to_thread(Cluster.join_or_start)
+            return await self._start_actors()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def submit(self, request: PrefillRequest) -> PrefillResult:
+        """As EngineBackend.submit."""
+        driver = self._running()
+        try:
+            return await _answer(driver.submit.remote(request))
+        except asyncio.CancelledError:
+            driver.abort.remote(request.request_id)
+            raise
+
+    async def abort(self, request_id: str) -> bool:
+        """As EngineBackend.abort."""
+        aborted: bool = await _answer(self._running().abort.remote(request_id))
+        return aborted
+
+    async def stats(self) -> EngineStats:
+        """As EngineBackend.stats."""
+        stats: EngineStats = await _answer(self._running().stats.remote())
+        return stats
+
+    async def check_health(self) -> None:
+        """As EngineBackend.check_health."""
+        await _answer(self._running().check_health.remote())
+
+    async def close(self) -> None:
+        """As EngineBackend.close."""
+        driver, self._driver = self._driver, None
+        if driver is not None and ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                await asyncio.wait_for(driver.close.remote(), CLOSE_S_MAX)
+            ray.kill(driver)
+        group, self._group = self._group, None
+        if group is not None:
+            give_back(group)
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            await asyncio.to_thread(cluster.leave)
+
+    async def _start_actors(self) -> tuple[StageFacts, ...]:
+        config = self._config
+        num_cpus = await asyncio.to_thread(cpus_per_stage, config)
+        self._group = await reserve(config, num_cpus)
+        placement = StagePlacement(
+            group=self._group,
+            num_cpus=num_cpus,
+            num_gpus=1.0 if config.device == "cuda" else 0.0,
+            env=_worker_env(threads_per_stage(config)),
+        )
+        self._driver = RemoteDriverActor.options(
+            num_cpus=0,
+            max_restarts=0,
+            max_concurrency=CALLS_MAX,
+            runtime_env={"env_vars": _worker_env(1)},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=0
+            ),
+        ).remote()
+        facts: tuple[StageFacts, ...] = await _answer(
+            self._driver.start.remote(config, self._factory, placement)
+        )
+        return facts
+
+    def _running(self) -> Any:
+        if self._driver is None:
+            raise EngineDeadError("the engine is not started, or is closed")
+        return self._driver
+
+
+async def _answer(call: Awaitable[T | WavePPError]) -> T:
+    """What the driver answers; its errors are values, its death is ours.
+
+    Raises:
+        WavePPError: the driver's answer.
+        EngineDeadError: there is no driver any more.
+    """
+    try:
+        answer = await call
+    except ray.exceptions.ActorDiedError as error:
+        raise EngineDeadError(f"the driver died: {str(error).strip().splitlines()[0]}") from None
+    if isinstance(answer, WavePPError):
+        raise answer
+    return answer
+
+
+def _worker_env(threads: int) -> dict[str, str]:
+    """What worker processes need before they import anything: timeouts, threads, our modules."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {**GRAPH_ENV, **dict.fromkeys(names, str(threads)), "PYTHONPATH": path}

@@ -1,0 +1,125 @@
+"""The compiled graph over the stage actors, and the two planes that the driver uses.
+
+    forward(prepare_0(wave)) -> forward(prepare_1(wave), parcel 0) -> ... -> parcel P-1 -> driver
+
+Two methods of every actor are in the graph, so each stage prepares a wave the moment its schedule
+arrives, while the wave is still upstream. Only the driver's event loop executes the graph:
+`execute` is not safe for two threads, and a graph must be compiled inside the loop that awaits it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.dag import InputNode
+
+from wavepp.actors.ports import Parcel
+from wavepp.actors.ray.channel import NappingType
+from wavepp.actors.ray.stage_actor import StageHandle
+from wavepp.protocol.messages import RoundMessage, RoundReply, WaveSchedule
+from wavepp.requests import StageStats
+
+INLINE_TOKENS_MAX = 16384
+SPARE_EXECUTIONS = 2
+"""Executions the graph takes beyond the ring: its own count of what is out lags behind ours."""
+
+
+def compile_graph(stages: Sequence[StageHandle], *, ring_depth: int, device: str) -> Any:
+    """Compiles the graph; call it inside the event loop that will execute it. Blocks.
+
+    With device "cuda" activations travel by NCCL beside the parcels. Not run on a GPU.
+    """
+    buffers = ring_depth + SPARE_EXECUTIONS
+    with InputNode() as schedule:
+        schedule.type_hint = NappingType(buffers=buffers)
+        parcel: Any = None
+        for stage in stages:
+            prepared = stage.prepare.bind(schedule)
+            prepared.type_hint = NappingType(buffers=buffers)
+            arguments = (prepared,) if parcel is None else (prepared, parcel)
+            parcel = stage.forward.bind(*arguments)
+            if device == "cuda" and stage is not stages[-1]:
+                parcel = parcel.with_tensor_transport(transport="nccl")
+            else:
+                parcel.type_hint = NappingType(buffers=buffers)
+    return parcel.experimental_compile(
+        enable_asyncio=True,
+        _max_inflight_executions=buffers,
+        _overlap_gpu_communication=device == "cuda",
+    )
+
+
+class RayPlanes:
+    """StagesPlane by actor calls, DataPlane by the compiled graph."""
+
+    def __init__(self, stages: Sequence[StageHandle], graph: Any) -> None:
+        self._stages = stages
+        self._graph = graph
+        self._launched: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def launch(self, schedule: WaveSchedule) -> None:
+        """As DataPlane.launch."""
+        self._launched.put_nowait(await self._graph.execute_async(schedule))
+
+    async def collect(self) -> Parcel:
+        """As DataPlane.collect. The parcel holds no view of the channel: it has no arrays."""
+        parcel: Parcel = await (await self._launched.get())
+        return parcel if parcel.carry is None else replace(parcel, carry=None)
+
+    async def round(self, messages: Sequence[RoundMessage]) -> tuple[RoundReply, ...]:
+        """As StagesPlane.round."""
+        pairs = list(zip(self._stages, messages, strict=True))
+        prompts = messages[0].prompts
+        if sum(len(prompt.token_ids) for prompt in prompts) <= INLINE_TOKENS_MAX:
+            calls = [stage.round.remote(message) for stage, message in pairs]
+        else:
+            shared = ray.put(prompts)
+            calls = [
+                stage.round.remote(replace(message, prompts=()), shared) for stage, message in pairs
+            ]
+        return tuple(await asyncio.gather(*calls))
+
+    async def stats(self) -> tuple[StageStats, ...]:
+        """As StagesPlane.stats."""
+        return tuple(await asyncio.gather(*(stage.stats.remote() for stage in self._stages)))
+
+    async def stacks(self) -> str:
+        """As StagesPlane.stacks."""
+        calls = (_within(stage.stacks.remote(), index) for index, stage in enumerate(self._stages))
+        return "\n".join(await asyncio.gather(*calls))
+
+    async def wait_death(self) -> str:
+        """As StagesPlane.wait_death: one call a stage that only ends with its process."""
+        tasks = [
+            asyncio.create_task(_await_death(stage, index))
+            for index, stage in enumerate(self._stages)
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+STAGE_STACKS_S_MAX = 3.0
+
+
+async def _within(call: Any, index: int) -> str:
+    try:
+        return str(await asyncio.wait_for(call, STAGE_STACKS_S_MAX))
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        return f"stage {index}: no answer ({type(error).__name__})"
+
+
+async def _await_death(stage: StageHandle, index: int) -> str:
+    try:
+        await stage.live.remote()
+    except ray.exceptions.RayError as error:
+        first = str(error).strip().splitlines()[0]
+        return f"stage {index} died: {first}"
+    return f"stage {index} ended"
