@@ -32,6 +32,16 @@ def smollm2_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random llama with a tokenizer and a chat template."""
+    from wavepp.models.tiny import make_tiny
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    make_tiny("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def ray_session() -> Iterator[Any]:
     """One Ray for all tests of this run that want one; two tries, as a busy machine may need them.
 

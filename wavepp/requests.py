@@ -8,11 +8,11 @@ without a model is checked when it is made (`make_request`), the rest against th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wavepp.errors import RequestError
 from wavepp.validation import first_problem
@@ -56,16 +56,6 @@ class PrefillRequest(BaseModel):
         max_length=SALT_CHARS_MAX,
         description="namespace: prefixes are shared only within one salt",
     )
-
-    @field_validator("cache_salt", "request_id")
-    @classmethod
-    def _is_text(cls, value: str) -> str:
-        """Refuses lone surrogates, which JSON can spell but nothing can encode."""
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError("not valid Unicode text") from None
-        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +163,7 @@ def make_request(**fields: Any) -> PrefillRequest:
     tokens: Any = fields.get("prompt_token_ids")
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
-    if isinstance(tokens, list):
+    if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
         tokens = tuple(tokens)
     try:
         request = PrefillRequest(**{**fields, "prompt_token_ids": tokens})

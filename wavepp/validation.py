@@ -28,11 +28,14 @@ def shown(value: object) -> str:
 def first_problem(error: ValidationError, known: Iterable[str]) -> tuple[str, str | None]:
     """The first complaint as (sentence, field); the field is None when several fields disagree.
 
+    An unknown name comes before all else: it is often the reason for a missing one.
+
     Args:
         error: what pydantic raised.
         known: the names that would have been accepted at the top level.
     """
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     where = ".".join(str(part) for part in problem["loc"])
     field = str(problem["loc"][0]) if problem["loc"] else None
     message = problem["msg"].removeprefix("Value error, ")

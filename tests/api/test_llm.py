@@ -1,0 +1,133 @@
+"""LLM: the synchronous front end, in scripts, notebooks and at exit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wavepp import LLM, ConfigError, EngineDeadError, RequestError
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> Iterator[LLM]:
+    with LLM(model=tiny_llama, transport="local", max_model_len=200, threads_per_stage=1) as llm:
+        yield llm
+
+
+def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts: list[Any] = [[5] * n for n in range(30, 0, -1)] + ["some text"]
+    results = llm.prefill(prompts)
+    counts = [result.num_prompt_tokens for result in results]
+    assert counts[:30] == list(range(30, 0, -1))
+    assert results[30].token_ids == llm.prefill("some text")[0].token_ids
+
+
+def test_one_prompt_may_stand_by_itself(llm: LLM) -> None:
+    assert [r.num_prompt_tokens for r in llm.prefill([5, 6, 7])] == [3]
+    assert len(llm.prefill("text")) == 1
+    assert llm.prefill([]) == []
+
+
+def test_generate_is_prefill(llm: LLM) -> None:
+    assert llm.generate([[5, 6]], max_tokens=1)[0].token_ids == llm.prefill([5, 6])[0].token_ids
+    with pytest.raises(RequestError, match="ask for 0 or 1"):
+        llm.generate([[5, 6]], max_tokens=16)
+
+
+def test_chat_lays_messages_out_by_the_template(llm: LLM) -> None:
+    hello = [{"role": "user", "content": "Hello"}]
+    one = llm.chat(hello)
+    two = llm.chat([hello, hello])
+    assert [r.token_ids for r in two] == [one[0].token_ids] * 2
+    with pytest.raises(RequestError, match="messages is empty"):
+        llm.chat([])
+    with pytest.raises(RequestError, match="chat template refuses"):
+        llm.chat([{"role": "user", "content": 3}])
+
+
+def test_decode_gives_text_back(llm: LLM) -> None:
+    ids = llm.prefill("The quick brown fox", prompt_logprobs=0)[0].prompt_logprobs
+    assert ids is not None
+    assert llm.decode([p.chosen.token_id for p in ids if p]).endswith("quick brown fox")
+
+
+def test_one_bad_prompt_stops_all_before_any_runs(llm: LLM) -> None:
+    before = llm.stats().requests_finished
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        llm.prefill([[5], [9999]])
+    with pytest.raises(RequestError, match="prompts: expected text, token ids or a list"):
+        llm.prefill(7)  # type: ignore[arg-type]
+    assert llm.stats().requests_finished == before
+
+
+async def test_llm_works_inside_a_running_loop(llm: LLM) -> None:
+    assert llm.prefill([5, 6])[0].finish_reason == "length"
+
+
+def test_closed_llm_says_so(tiny_llama: Path) -> None:
+    llm = LLM(model=str(tiny_llama), transport="local")
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.prefill([5])
+
+
+def test_failed_start_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="is not a folder"):
+        LLM(model=tmp_path / "none", transport="local")
+    with pytest.raises(ConfigError, match="did you mean 'seed'"):
+        LLM(model=tmp_path, sed=1)
+    assert threading.active_count() == before
+
+
+def run_script(folder: Path, body: str, **options: Any) -> subprocess.Popen[str]:
+    """A script of its own that has an `llm`; warnings are errors there too."""
+    given = {"model": str(folder), "transport": "local", **options}
+    code = f"from wavepp import LLM\nllm = LLM(**{given!r})\n{textwrap.dedent(body)}"
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def test_llm_left_open_ends_cleanly_with_the_interpreter(tiny_llama: Path) -> None:
+    with run_script(tiny_llama, "print(len(llm.prefill(['a', 'b'])))") as process:
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (0, "2\n", "")
+
+
+def test_interrupt_aborts_and_leaves_the_llm_usable(tiny_llama: Path) -> None:
+    body = """
+    print("ready", flush=True)
+    try:
+        llm.prefill([[5] * 4000] * 200)
+        print("finished")
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(len(llm.prefill([[5, 6]])))
+    stats = llm.stats()
+    print(stats.requests_waiting + stats.requests_running)
+    llm.close()
+    """
+    with run_script(tiny_llama, body, max_num_batched_tokens=16) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert out == "interrupted\n1\n0\n"
