@@ -1,0 +1,38 @@
+"""Fixtures of the model tests: tiny checkpoints and their oracles, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_oracle import load_oracle
+
+from wavepp.models.tiny import make_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Family -> folder of its tiny checkpoint."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = make_tiny(family, tmp_path_factory.mktemp("tiny") / family)
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+    """Family -> its tiny checkpoint as transformers loads it."""
+    loaded: dict[str, Any] = {}
+
+    def oracle(family: str) -> Any:
+        if family not in loaded:
+            loaded[family] = load_oracle(tiny_folder(family))
+        return loaded[family]
+
+    return oracle
