@@ -21,6 +21,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from wavepp.protocol.votes import (
+    NO_COUNTERS,
+    NOTHING_ANSWERED,
+    NOTHING_ASKED,
+    Junction,
+    Retry,
+    RoundAnswer,
+    RoundAsk,
+    StageCounters,
+)
 from wavepp.units import LogNumber, RequestId, StageIndex, WaveNumber
 
 Int32Array = npt.NDArray[np.int32]
@@ -49,8 +59,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undo:
-    """The attempt ends, the request stays announced: it will be tried again with a higher attempt.
-    """
+    """The attempt ends, the request stays announced: a higher attempt will follow."""
 
     request_id: RequestId
     attempt: int
@@ -78,7 +87,7 @@ class Free:
 
 
 Ending = Undo | Abort | Free
-Decision = Announce | Admit | Undo | Abort | Free
+Decision = Announce | Admit | Retry | Junction | Undo | Abort | Free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +125,15 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAck:
-    """How far a stage has applied the log, and the digest of everything it applied."""
+    """How far a stage has applied the log, and the digest of everything it applied.
+
+    `counters` say whether a refused request is worth another try, and whether hints went stale.
+    """
 
     stage: StageIndex
     applied: LogNumber
     digest: int
+    counters: StageCounters = NO_COUNTERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +144,7 @@ class RoundMessage:
         apply_to: the log is applied up to here before anything else in the message is acted on.
         entries: what this stage has not acknowledged, consecutive, ending at `apply_to`.
         prompts: payloads this stage has not got.
+        ask: hints and claims, acted on after the log and the payloads.
     """
 
     epoch: int
@@ -138,15 +152,17 @@ class RoundMessage:
     apply_to: LogNumber
     entries: tuple[LogEntry, ...] = ()
     prompts: tuple[PromptRecord, ...] = ()
+    ask: RoundAsk = NOTHING_ASKED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReply:
-    """One stage's answer to a round: everything in it was applied and stored."""
+    """One stage's answer to a round: everything in it was applied and stored, and asked for."""
 
     epoch: int
     round_number: int
     ack: StageAck
+    answer: RoundAnswer = NOTHING_ANSWERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
