@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 TAIL_CHARS = 52
+TABLE_WIDTH = 118
 
 
 def read_lines(path: str) -> list[dict[str, Any]]:
@@ -58,8 +59,7 @@ def main() -> None:
     for answer in read_lines(sys.argv[2]):
         cells = row(prompts[answer["custom_id"]], answer)
         table.add_row(*(escape(cell) for cell in cells))
-    console = Console()
-    console.print(table, width=max(console.width, 110))
+    Console(width=max(Console().width, TABLE_WIDTH)).print(table)
 
 
 if __name__ == "__main__":
