@@ -1,7 +1,9 @@
-"""The values that go into and come out of one stage's cache: prompts, group specs, votes, outcomes, effects.
+"""The values that go into and come out of one stage's cache: prompts, group specs, votes,
+outcomes, effects.
 
-Owns no state and decides nothing. Endpoints and limits are prefix lengths in tokens, always multiples of B (the tokens of
-a block); 0 is an endpoint every window can use. Paper, section on admission.
+Owns no state and decides nothing. Endpoints and limits are prefix lengths in tokens, always
+multiples of B (the tokens of a block); 0 is an endpoint every window can use. Paper, section on
+admission.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ from wavepp.errors import ConfigError
 from wavepp.units import RequestId, align_down, ceil_div
 
 Int32Array = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer[Any]]
 BoolArray = npt.NDArray[np.bool_]
 WindowKind = Literal["attention", "sliding", "recurrent"]
 
@@ -63,8 +66,8 @@ class CacheConfig:
 
     Attributes:
         slots: working slots of recurrent layers, one a running request (`max_num_seqs`).
-        headroom_tokens: 2PM; what admission leaves free, at most a quarter of each pool. 0 is allowed.
-        snapshot_interval: tokens between periodic snapshots, a multiple of B; None: none.
+        headroom_tokens: 2PM; what admission leaves free, at most a quarter of each pool. 0 is
+        allowed. snapshot_interval: tokens between periodic snapshots, a multiple of B; None: none.
         max_snapshots_per_path: beyond it the middle of a path is thinned out.
         enable_prefix_caching: False: nothing is kept for reuse, every vote is 0.
         hint_shards: shards of the hint index, a power of two.
@@ -147,9 +150,10 @@ class ReuseVote:
     """All endpoints one stage can use, at or below the limit it was asked for. None is "no limit".
 
     Attributes:
-        attention: the highest endpoint of the attention windows; every multiple of B below it is usable.
-        snapshots: endpoints with a snapshot in every recurrent window, ascending, 0 not listed.
-        sliding: inclusive ranges (lowest, highest) of endpoints whose last w tokens are all there, ascending.
+        attention: the highest endpoint of the attention windows; every multiple of B below it is
+        usable. snapshots: endpoints with a snapshot in every recurrent window, ascending, 0 not
+        listed. sliding: inclusive ranges (lowest, highest) of endpoints whose last w tokens are
+        all there, ascending.
     """
 
     attention: int | None = None
@@ -172,7 +176,8 @@ class ReuseVote:
         return self.highest(endpoint) == endpoint
 
     def _step_down(self, endpoint: int) -> int:
-        """One pass of every rule: the same endpoint when all agree, else a lower bound of the answer's upper bound."""
+        """One pass of every rule: the same endpoint when all agree, else a lower bound of the
+        answer's upper bound."""
         if self.attention is not None:
             endpoint = min(endpoint, self.attention)
         if self.snapshots is not None:
@@ -202,8 +207,8 @@ def best_endpoint(votes: Sequence[ReuseVote], limit: int) -> int:
 
 
 def junction_of(votes: Sequence[ReuseVote], endpoint: int) -> int | None:
-    """Where a snapshot should be taken because others share that prefix: the all-stage minimum of the
-    attention endpoints, when it lies above the agreed endpoint; else None."""
+    """Where a snapshot should be taken because others share that prefix: the all-stage minimum of
+    the attention endpoints, when it lies above the agreed endpoint; else None."""
     limits = [vote.attention for vote in votes if vote.attention is not None]
     if not limits:
         return None
@@ -213,9 +218,11 @@ def junction_of(votes: Sequence[ReuseVote], endpoint: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintVote:
-    """What a stage could reuse by its hint index alone. It owns nothing and may be wrong in both directions.
+    """What a stage could reuse by its hint index alone. It owns nothing and may be wrong in both
+    directions.
 
-    `version` is the index's version at the look-up: an unequal `StageCache.hint_version` means it may be stale.
+    `version` is the index's version at the look-up: an unequal `StageCache.hint_version` means it
+    may be stale.
     """
 
     reuse: ReuseVote
@@ -224,7 +231,8 @@ class HintVote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a claim was refused, with both numbers (units of the group; working slots for reason "slots").
+    """Why a claim was refused, with both numbers (units of the group; working slots for reason
+    "slots").
 
     capacity: other requests hold too much; try again when `StageCache.releases` has grown.
     slots: every working slot is taken or promised.
@@ -243,8 +251,8 @@ class LeaseVote:
 
     Attributes:
         endpoint: what is pinned now (after a refusal: what was pinned before and still is).
-        reuse: every endpoint at or below the limit that the exact walk found usable within the floors.
-        committed: an escrow is committed at `endpoint`.
+        reuse: every endpoint at or below the limit that the exact walk found usable within the
+        floors. committed: an escrow is committed at `endpoint`.
         refusal: why no escrow could be prepared or committed; None otherwise.
     """
 
@@ -274,7 +282,8 @@ class EscrowOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offload:
-    """Copy blocks (snapshots) device -> host, before their device units are written. int32 [k] each."""
+    """Copy blocks (snapshots) device -> host, before their device units are written. int32 [k]
+    each."""
 
     group: str
     device: Int32Array
@@ -292,7 +301,8 @@ class BringBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreSnapshot:
-    """Copy a snapshot into a working slot. `snapshot` counts device snapshots, or host ones if `from_host`."""
+    """Copy a snapshot into a working slot. `snapshot` counts device snapshots, or host ones if
+    `from_host`."""
 
     group: str
     snapshot: int
@@ -302,7 +312,8 @@ class RestoreSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSlot:
-    """Set a working slot to the empty state: the request starts at 0 and the slot held another's state."""
+    """Set a working slot to the empty state: the request starts at 0 and the slot held another's
+    state."""
 
     group: str
     slot: int
@@ -313,11 +324,13 @@ Effect = Offload | BringBack | RestoreSnapshot | ZeroSlot
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Materialized:
-    """A sequence that now owns its blocks. The executor performs `effects` in order before the first span.
+    """A sequence that now owns its blocks. The executor performs `effects` in order before the
+    first span.
 
     Attributes:
         endpoint: the sequence's position: its first span must start here.
-        block_tables: paged group -> int32 [blocks_total]; table[i] holds tokens [iB, (i+1)B); NO_UNIT before a
+        block_tables: paged group -> int32 [blocks_total]; table[i] holds tokens [iB, (i+1)B);
+        NO_UNIT before a
             sliding window. Constant for the life of the sequence.
         slot: working slot, the same number in every recurrent group; None without recurrent groups.
     """
@@ -343,7 +356,8 @@ class SnapshotOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotOrders:
-    """Orders for one span, ascending; `skipped` positions had no room (elastic, counted, never a refusal)."""
+    """Orders for one span, ascending; `skipped` positions had no room (elastic, counted, never a
+    refusal)."""
 
     orders: tuple[SnapshotOrder, ...] = ()
     skipped: tuple[int, ...] = ()
@@ -352,7 +366,8 @@ class SnapshotOrders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishOutcome:
-    """Blocks attached by one publish (all groups), and those that were there already (the older copy is kept)."""
+    """Blocks attached by one publish (all groups), and those that were there already (the older
+    copy is kept)."""
 
     attached: int
     duplicates: int
@@ -360,7 +375,8 @@ class PublishOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """One pool now. free + cached + private = units; `reserved` units of free and cached back escrows."""
+    """One pool now. free + cached + private = units; `reserved` units of free and cached back
+    escrows."""
 
     name: str
     units: int

@@ -1,0 +1,148 @@
+"""HintIndex: (window, key) -> count, so that a queued request learns what could be reused without
+touching the tree.
+
+Owns no block. Changed only when the tree changes: +1 when a block is attached, -1 when it is
+detached, gone at 0. Moving a block between device and host changes nothing here. Sharded by the
+first key of the path, so one look-up takes one shard's lock once, and so does one change. The
+locks are handed in. Paper, section on admission (reuse hints).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from wavepp.cache.types import BoolArray, GroupSpec, Prompt, ReuseVote
+from wavepp.cache.windows import make_vote, usable
+
+Locks = Sequence[AbstractContextManager[Any]]
+
+
+class HintIndex:
+    """Counts of keys for each window.
+
+    Args:
+        specs: the stage's groups.
+        shards: a power of two.
+        locks: one context manager a shard; None: none needed.
+    """
+
+    def __init__(self, specs: Sequence[GroupSpec], shards: int, locks: Locks | None = None) -> None:
+        assert shards & (shards - 1) == 0, shards
+        assert locks is None or len(locks) == shards, "one lock a shard"
+        self._specs = tuple(specs)
+        self._mask = shards - 1
+        self._locks = tuple(locks) if locks is not None else (nullcontext(),) * shards
+        self._tables: list[list[dict[bytes, int]]] = [
+            [{} for _ in self._specs] for _ in range(shards)
+        ]
+        self.version = 0
+
+    def shard_of(self, first_key: bytes) -> int:
+        """The shard of every path that starts with this key."""
+        return first_key[0] & self._mask
+
+    def add(self, shard: int, group: int, keys: list[bytes]) -> None:
+        """Counts attached blocks of one path."""
+        if not keys:
+            return
+        table = self._tables[shard][group]
+        with self._locks[shard]:
+            new = dict.fromkeys(keys, 1)
+            if len(new) == len(keys) and table.keys().isdisjoint(new):
+                table.update(new)
+            else:
+                for key in keys:
+                    table[key] = table.get(key, 0) + 1
+            self.version += 1
+
+    def remove(self, shard: int, group: int, keys: Sequence[bytes]) -> None:
+        """Uncounts detached blocks of one path."""
+        if not keys:
+            return
+        table = self._tables[shard][group]
+        with self._locks[shard]:
+            counts = list(map(table.get, keys))
+            assert None not in counts, "a detached block was not in the hint index"
+            if counts.count(1) == len(counts):
+                deque(map(table.__delitem__, keys), maxlen=0)
+            else:
+                _decrement(table, keys)
+            self.version += 1
+
+    def probe(self, group: int, keys: Sequence[bytes], count: int) -> int:
+        """How many leading keys are there, if that is monotone: gallop to the first miss, then
+        bisect. O(log n)."""
+        if not count:
+            return 0
+        shard = self.shard_of(keys[0])
+        table = self._tables[shard][group]
+        with self._locks[shard]:
+            return _gallop(table, keys, count)
+
+    def present(self, group: int, keys: Sequence[bytes], count: int) -> BoolArray:
+        """bool [count]: which of the leading keys are there. O(n), for windows that are not
+        monotone."""
+        if not count:
+            return np.zeros(0, dtype=np.bool_)
+        shard = self.shard_of(keys[0])
+        table = self._tables[shard][group]
+        with self._locks[shard]:
+            found = list(map(table.__contains__, keys[:count]))
+        return np.array(found, dtype=np.bool_)
+
+    def look_up(self, prompt: Prompt) -> ReuseVote:
+        """All endpoints at or below the prompt's cap that the index knows."""
+        size = prompt.block_size
+        count = prompt.reuse_cap // size
+        for group, spec in enumerate(self._specs):
+            if spec.kind == "attention":
+                count = self.probe(group, prompt.keys, count)
+        specs: list[GroupSpec] = []
+        masks: list[BoolArray] = []
+        for group, spec in enumerate(self._specs):
+            if spec.kind == "attention":
+                continue
+            specs.append(spec)
+            masks.append(usable(spec, self.present(group, prompt.keys, count), size))
+        vote = make_vote(specs, masks, size)
+        if len(specs) == len(self._specs):
+            return vote
+        return ReuseVote(attention=count * size, snapshots=vote.snapshots, sliding=vote.sliding)
+
+    def counts(self) -> dict[tuple[int, int], dict[bytes, int]]:
+        """(shard, group) -> its non-empty table, copied: for checks."""
+        return {
+            (shard, group): dict(table)
+            for shard, tables in enumerate(self._tables)
+            for group, table in enumerate(tables)
+            if table
+        }
+
+
+def _gallop(table: dict[bytes, int], keys: Sequence[bytes], count: int) -> int:
+    """Leading keys in the table: depths 1, 2, 4, ... to the first miss, then bisection."""
+    known, probe = 0, 1
+    while probe <= count and keys[probe - 1] in table:
+        known, probe = probe, 2 * probe
+    missed = min(probe, count + 1)
+    while missed - known > 1:
+        middle = (known + missed) // 2
+        if keys[middle - 1] in table:
+            known = middle
+        else:
+            missed = middle
+    return known
+
+
+def _decrement(table: dict[bytes, int], keys: Iterable[bytes]) -> None:
+    for key in keys:
+        left = table[key] - 1
+        if left:
+            table[key] = left
+        else:
+            del table[key]

@@ -1,0 +1,395 @@
+"""PrefixTree: which prompts' blocks are held, and where. A radix tree of runs of blocks.
+
+Owns the nodes and keeps the pools' `owner` and `depth` and the hint index equal to them; knows
+nothing of pins. A node is
+a run, split only where prompts part:
+
+    start            start + length          (in blocks from the beginning of the prompt)
+      |-- tokens ------|                     raw: length * B int32 tokens
+      |-- keys --------|                     one a block, for the hint index
+      |-- places[g] ---|                     unit id of group g for each block, -1: not held
+
+A recurrent group's "block" i is the snapshot that hangs on the boundary after block i. Any block
+may be a hole (evicted, or outside a window); a node goes when nothing is left in it. Tokens are
+compared on every walk.
+
+A cursor (node, depth) names a position on a path. A split keeps the lower part in the old node,
+so climbing to the parent until `start < depth` always finds the position again. Paper, section on
+admission (walks); SGLang-style radix tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+
+from wavepp.cache.blocks import BlockPool
+from wavepp.cache.hints import HintIndex
+from wavepp.cache.types import Int32Array, IntArray, Prompt
+
+TOKEN_BYTES = 4
+
+
+class Node:
+    """One run. Only the tree changes it."""
+
+    __slots__ = ("alive", "children", "index", "keys", "parent", "places", "raw", "shard", "start")
+
+    def __init__(self, parent: Node | None, start: int, raw: bytes, places: Int32Array) -> None:
+        self.parent = parent
+        self.start = start
+        self.raw = raw
+        self.places = places
+        self.keys: list[bytes] = []
+        self.children: dict[bytes, Node] = {}
+        self.index = -1
+        self.shard = 0
+        self.alive = True
+
+    @property
+    def length(self) -> int:
+        """Blocks in this run."""
+        return int(self.places.shape[1])
+
+    @property
+    def end(self) -> int:
+        """Blocks from the beginning of the prompt to the end of this run."""
+        return self.start + int(self.places.shape[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """The longest held path of a prompt: `places` is int32 [groups, depth]."""
+
+    node: Node | None
+    depth: int
+    places: Int32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attached:
+    """Result of an attach: the cursor at its end, and for each group the older device units that
+    were kept."""
+
+    node: Node
+    count: int
+    older: list[Int32Array]
+
+
+class PrefixTree:
+    """All paths of one stage, one root a namespace."""
+
+    def __init__(self, block_size: int, pools: Sequence[BlockPool], hints: HintIndex) -> None:
+        self._step = block_size * TOKEN_BYTES
+        self._block_size = block_size
+        self._pools = tuple(pools)
+        self._hints = hints
+        self.roots: dict[bytes, Node] = {}
+        self.nodes: dict[int, Node] = {}
+        self._next_index = 0
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def walk(self, prompt: Prompt, limit: int) -> Match:
+        """The longest path <= limit blocks whose tokens equal the prompt's."""
+        node = self.roots.get(prompt.namespace)
+        raw, step = prompt.raw, self._step
+        depth = 0
+        parts: list[Int32Array] = []
+        while node is not None and depth < limit:
+            child = node.children.get(raw[depth * step : (depth + 1) * step])
+            if child is None:
+                break
+            node = child
+            places = child.places
+            matched = places.shape[1]
+            if matched > limit - depth or not raw.startswith(child.raw, depth * step):
+                matched = self._common(child, raw, depth, limit - depth)
+                parts.append(places[:, :matched])
+                depth += matched
+                break
+            parts.append(places)
+            depth += matched
+        return Match(node if depth else None, depth, self._join(parts))
+
+    def _common(self, node: Node, raw: bytes, depth: int, limit: int) -> int:
+        """Leading blocks of a node that equal the prompt's from `depth` on, at most `limit`."""
+        count = min(node.length, limit)
+        ours = np.frombuffer(raw, np.int32, count * self._block_size, depth * self._step)
+        theirs = np.frombuffer(node.raw, np.int32, count * self._block_size)
+        differ = np.flatnonzero(ours != theirs)
+        return int(differ[0]) // self._block_size if len(differ) else count
+
+    def path(self, node: Node | None, depth: int) -> Int32Array:
+        """int32 [groups, depth]: the units on the path that ends at the cursor."""
+        parts: list[Int32Array] = []
+        while node is not None and node.parent is not None:
+            inside = depth - node.start
+            if inside > 0:
+                parts.append(node.places[:, :inside])
+            node = node.parent
+        parts.reverse()
+        return self._join(parts)
+
+    def climb(self, node: Node, depth: int) -> Node:
+        """The node that holds block depth - 1, from a node at or below it."""
+        assert node.alive, "a cursor's node is gone"
+        while node.start >= depth and node.parent is not None:
+            node = node.parent
+        assert node.start < depth <= node.end, (node.start, depth, node.end)
+        return node
+
+    def valid(self, node: Node | None, depth: int) -> bool:
+        """Whether the cursor still names a position of the tree."""
+        if node is None or not node.alive:
+            return False
+        while node.start >= depth and node.parent is not None:
+            node = node.parent
+        return node.start < depth <= node.end
+
+    def _join(self, parts: list[Int32Array]) -> Int32Array:
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return np.empty((len(self._pools), 0), dtype=np.int32)
+        return np.concatenate(parts, axis=1)
+
+    # -- growing ---------------------------------------------------------------------------------
+
+    def attach(
+        self, cursor: tuple[Node | None, int], prompt: Prompt, places: Int32Array
+    ) -> Attached:
+        """Attaches units below a cursor; what is there already stays (a host copy gives way to a
+        device one).
+
+        Args:
+            cursor: where the blocks begin: (node that holds the block before, its depth in
+            blocks); (None, 0). places: int32 [groups, k], k >= 1; -1 where the group has nothing
+            to attach.
+        """
+        node, depth = cursor
+        node = (
+            self._root(prompt.namespace) if node is None or depth == 0 else self.climb(node, depth)
+        )
+        upto = depth + places.shape[1]
+        older: list[list[Int32Array]] = [[] for _ in self._pools]
+        count = 0
+        while depth < upto:
+            if depth == node.end and not self._is_open(node):
+                found = node.children.get(prompt.raw[depth * self._step : (depth + 1) * self._step])
+                node = found if found is not None else self._sprout(node, depth)
+            rest = places[:, places.shape[1] - (upto - depth) :]
+            inside = depth - node.start
+            if inside == node.length:
+                self._extend(node, prompt, upto)
+                matched = upto - depth
+            else:
+                matched = self._overlap(node, prompt, depth, upto)
+            count += self._fill(node, inside, rest[:, :matched], older)
+            depth += matched
+            if depth < upto and depth < node.end:
+                node = self._split(node, depth)
+        merged = [joined_or_empty(lists) for lists in older]
+        return Attached(node, count, merged)
+
+    def _is_open(self, node: Node) -> bool:
+        """Whether the run may simply grow: nothing parts at its end."""
+        return node.parent is not None and not node.children
+
+    def _root(self, namespace: bytes) -> Node:
+        root = self.roots.get(namespace)
+        if root is None:
+            root = Node(None, 0, b"", np.empty((len(self._pools), 0), dtype=np.int32))
+            self.roots[namespace] = root
+        return root
+
+    def _sprout(self, parent: Node, depth: int) -> Node:
+        """A new empty run below `parent`; `_extend` fills it and hangs it in."""
+        assert depth == parent.end, (depth, parent.end)
+        node = Node(parent, depth, b"", np.empty((len(self._pools), 0), dtype=np.int32))
+        self._register(node)
+        return node
+
+    def _register(self, node: Node) -> None:
+        node.index = self._next_index
+        self._next_index += 1
+        self.nodes[node.index] = node
+
+    def _extend(self, node: Node, prompt: Prompt, upto: int) -> None:
+        """Lengthens a run to `upto` blocks with holes."""
+        start, old_end = node.start, node.end
+        if old_end == start:
+            assert node.parent is not None
+            node.parent.children[prompt.raw[start * self._step : (start + 1) * self._step]] = node
+            node.shard = self._hints.shard_of(prompt.keys[0])
+        node.raw = prompt.raw[start * self._step : upto * self._step]
+        node.keys.extend(prompt.keys[old_end:upto])
+        holes = np.full((len(self._pools), upto - old_end), -1, dtype=np.int32)
+        node.places = np.concatenate([node.places, holes], axis=1)
+
+    def _overlap(self, node: Node, prompt: Prompt, depth: int, upto: int) -> int:
+        """Blocks of a run from `depth` on that equal the prompt's; at least one."""
+        inside = depth - node.start
+        count = min(node.end, upto) - depth
+        size = self._block_size
+        ours = np.frombuffer(prompt.raw, np.int32, count * size, depth * self._step)
+        theirs = np.frombuffer(node.raw, np.int32, count * size, inside * self._step)
+        differ = np.flatnonzero(ours != theirs)
+        if len(differ):
+            count = int(differ[0]) // size
+        if count == 0:
+            assert inside > 0, "a child was found by its first block"
+        return count
+
+    def _fill(
+        self, node: Node, inside: int, ours: Int32Array, older: list[list[Int32Array]]
+    ) -> int:
+        """Puts units into the holes of a run; returns how many were attached."""
+        attached = 0
+        for group, pool in enumerate(self._pools):
+            row = ours[group]
+            held = row >= 0
+            if not held.any():
+                continue
+            there = node.places[group, inside : inside + len(row)]
+            on_host = held & (there >= pool.units)
+            if on_host.any():
+                self._replace_host(group, node, there[on_host], row[on_host])
+            new = held & (there < 0)
+            older[group].append(there[held & ~new & ~on_host])
+            offsets = np.flatnonzero(new) + inside
+            self._put(node, group, offsets, row[new])
+            attached += len(offsets) + int(np.count_nonzero(on_host))
+        return attached
+
+    def _put(self, node: Node, group: int, offsets: IntArray, ids: Int32Array) -> None:
+        if not len(ids):
+            return
+        pool = self._pools[group]
+        node.places[group, offsets] = ids
+        pool.owner[ids] = node.index
+        pool.depth[ids] = offsets + node.start
+        self._hints.add(node.shard, group, pick(node.keys, offsets))
+
+    def _replace_host(self, group: int, node: Node, host: Int32Array, device: Int32Array) -> None:
+        """A computed block takes the place of its copy on the host, with all its pins."""
+        pool = self._pools[group]
+        node.places[group, pool.depth[host] - node.start] = device
+        ours = pool.pins[device].copy()
+        pool.leave_host_order(host)
+        pool.move(host, device)
+        pool.pins[device] += ours
+        pool.give(host[~pool.victim[host]])
+
+    def _split(self, node: Node, depth: int) -> Node:
+        """Cuts a run at `depth`; the new upper part is returned, the lower part keeps the node."""
+        at = depth - node.start
+        assert 0 < at < node.length, (at, node.length)
+        assert node.parent is not None
+        upper = Node(
+            node.parent, node.start, node.raw[: at * self._step], node.places[:, :at].copy()
+        )
+        upper.keys, node.keys = node.keys[:at], node.keys[at:]
+        upper.shard = node.shard
+        self._register(upper)
+        node.parent.children[upper.raw[: self._step]] = upper
+        node.parent, node.start = upper, depth
+        node.raw, node.places = node.raw[at * self._step :], node.places[:, at:].copy()
+        upper.children[node.raw[: self._step]] = node
+        for pool, row in zip(self._pools, upper.places, strict=True):
+            pool.owner[row[row >= 0]] = upper.index
+        return upper
+
+    # -- shrinking -------------------------------------------------------------------------------
+
+    def detach(self, group: int, ids: Int32Array) -> None:
+        """Takes units out of the tree. They hold nothing afterwards; the caller frees or reuses
+        them."""
+        pool = self._pools[group]
+        for node, offsets, _ in self._by_node(group, ids):
+            node.places[group, offsets] = -1
+            self._hints.remove(node.shard, group, pick(node.keys, offsets))
+            self._tidy(node)
+        pool.owner[ids] = -1
+
+    def relocate(self, group: int, source: Int32Array, target: Int32Array) -> None:
+        """Moves content between units of a group (device and host): same place, same pins, other
+        ids."""
+        for node, offsets, chosen in self._by_node(group, source):
+            node.places[group, offsets] = target[chosen]
+        self._pools[group].move(source, target)
+
+    def _by_node(
+        self, group: int, ids: Int32Array
+    ) -> list[tuple[Node, IntArray, IntArray | slice]]:
+        """Attached units by node: (node, their offsets in it, their indices in ids)."""
+        if not len(ids):
+            return []
+        pool = self._pools[group]
+        owners = pool.owner[ids]
+        assert owners.min() >= 0, f"{pool.spec.name}: a unit is not in the tree"
+        if (owners == owners[0]).all():
+            node = self.nodes[int(owners[0])]
+            return [(node, pool.depth[ids] - node.start, slice(None))]
+        order = np.argsort(owners, kind="stable").astype(np.int32)
+        cuts = np.flatnonzero(np.diff(owners[order])) + 1
+        groups: list[tuple[Node, IntArray, IntArray | slice]] = []
+        for chosen in np.split(order, cuts):
+            node = self.nodes[int(owners[chosen[0]])]
+            groups.append((node, pool.depth[ids[chosen]] - node.start, chosen))
+        return groups
+
+    def _tidy(self, node: Node) -> None:
+        """Cuts what holds nothing off the end of a path, up to the first run that holds
+        something."""
+        current: Node | None = node
+        while current is not None and not current.children:
+            if current.parent is None:
+                self.roots = {
+                    name: root for name, root in self.roots.items() if root is not current
+                }
+                current.alive = False
+                return
+            held = np.flatnonzero(current.places.max(axis=0, initial=-1) >= 0)
+            length = int(held[-1]) + 1 if len(held) else 0
+            if length == current.length:
+                return
+            if length:
+                current.places = current.places[:, :length].copy()
+                current.raw = current.raw[: length * self._step]
+                del current.keys[length:]
+                return
+            current = self._unhang(current)
+
+    def _unhang(self, node: Node) -> Node:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.raw[: self._step]]
+        del self.nodes[node.index]
+        node.alive = False
+        return parent
+
+
+def pick(keys: list[bytes], offsets: IntArray) -> list[bytes]:
+    """Keys at these offsets, in some order, without a Python step for each."""
+    count = len(offsets)
+    if count == 0:
+        return []
+    if count == 1:
+        return [keys[int(offsets[0])]]
+    first, last = int(offsets[0]), int(offsets[-1])
+    if abs(last - first) == count - 1:
+        steps = np.diff(offsets)
+        if (steps == 1).all():
+            return keys[first : last + 1]
+        if (steps == -1).all():
+            return keys[last : first + 1]
+    return list(itemgetter(*offsets.tolist())(keys))
+
+
+def joined_or_empty(lists: list[Int32Array]) -> Int32Array:
+    """One int32 array of ids, empty for no lists."""
+    return np.concatenate(lists) if lists else np.empty(0, dtype=np.int32)
