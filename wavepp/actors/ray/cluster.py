@@ -47,7 +47,7 @@ class Cluster:
             return cls(connected_here=False, session_folder=None)
         if os.environ.get("RAY_ADDRESS"):
             try:
-                ray.init(log_to_driver=False, logging_level=logging.WARNING)
+                ray.init(log_to_driver=False, logging_level=logging.ERROR)
             except ConnectionError as error:
                 address = os.environ["RAY_ADDRESS"]
                 raise ConfigError(f"RAY_ADDRESS {address!r}: {error}") from None
@@ -69,8 +69,7 @@ def cpus_per_stage(config: EngineConfig) -> float:
     """CPUs a stage asks of Ray: as configured, or its threads, or less when there are fewer."""
     if config.num_cpus_per_stage is not None:
         return config.num_cpus_per_stage
-    free = float(ray.available_resources().get("CPU", 0.0))
-    whole = float(ray.cluster_resources().get("CPU", 0.0))
+    free, whole = _free().get("CPU", 0.0), _whole().get("CPU", 0.0)
     wanted = float(threads_per_stage(config))
     share = (free if free >= 1 else whole) / config.pipeline_parallel_size
     return max(min(wanted, math.floor(share / CPU_STEP) * CPU_STEP), CPUS_PER_STAGE_MIN)
@@ -93,7 +92,7 @@ async def reserve(config: EngineConfig, num_cpus: float) -> PlacementGroup:
     if config.device == "cuda":
         bundle["GPU"] = 1.0
     stages = config.pipeline_parallel_size
-    group = placement_group([dict(bundle) for _ in range(stages)], strategy="PACK")
+    group: PlacementGroup = placement_group([dict(bundle) for _ in range(stages)], strategy="PACK")
     deadline = time.monotonic() + config.wait_for_resources_s
     try:
         while not await asyncio.to_thread(group.wait, POLL_S):
@@ -101,8 +100,7 @@ async def reserve(config: EngineConfig, num_cpus: float) -> PlacementGroup:
                 raise ConfigError(
                     f"Ray had no room for {stages} stages of {_text(bundle)} each within "
                     f"wait_for_resources_s = {config.wait_for_resources_s:g} s; the cluster has "
-                    f"{_text(ray.cluster_resources())}, free are "
-                    f"{_text(ray.available_resources())}"
+                    f"{_text(_whole())}, free are {_text(_free())}"
                 )
     except BaseException:
         give_back(group)
@@ -118,13 +116,15 @@ def give_back(group: PlacementGroup) -> None:
 
 
 def _start_local() -> None:
+    # Ray's workers run at niceness 15; here they are the program itself, not somebody's background.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     for last in [False] * (START_TRIES - 1) + [True]:
         try:
             ray.init(
                 address="local",
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
             )
         except Exception as error:
             ray.shutdown()
@@ -136,11 +136,18 @@ def _start_local() -> None:
 
 
 def _session_folder() -> Path:
-    return Path(ray._private.worker._global_node.get_session_dir_path())
+    node = ray._private.worker._global_node
+    assert node is not None, "Ray is started"
+    return Path(node.get_session_dir_path())
+
+
+def _whole() -> dict[str, float]:
+    return dict(ray.cluster_resources())  # type: ignore[no-untyped-call]
+
+
+def _free() -> dict[str, float]:
+    return dict(ray.available_resources())  # type: ignore[no-untyped-call]
 
 
 def _text(resources: dict[str, float]) -> str:
-    named = {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
-    return ", ".join(
-        f"{amount:g} {name}" for name, amount in named.items() if amount or name == "CPU"
-    )
+    return f"{resources.get('CPU', 0.0):g} CPU and {resources.get('GPU', 0.0):g} GPU"

@@ -34,8 +34,9 @@ class StageActor:
     async def build(self, config: EngineConfig, factory: str) -> StageFacts | WavePPError:
         """Builds the executor named "module:name"; an error meant for the user is a value."""
         try:
-            build = find_factory(factory)
-            executor: StageExecutor = await asyncio.to_thread(build, config, self._stage)
+            executor: StageExecutor = await asyncio.to_thread(
+                _build_executor, config, factory, self._stage
+            )
         except WavePPError as error:
             return error
         self._core = StageCore(executor)
@@ -83,6 +84,12 @@ class StageActor:
     def _running(self) -> StageCore:
         assert self._core is not None, f"stage {self._stage} is not built"
         return self._core
+
+
+def _build_executor(config: EngineConfig, factory: str, stage: int) -> StageExecutor:
+    # The loop of a compiled graph imports torch at its first step: not in the first wave's time.
+    importlib.import_module("torch")
+    return find_factory(factory)(config, stage)
 
 
 def find_factory(name: str) -> ExecutorFactory:
