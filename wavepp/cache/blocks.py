@@ -38,8 +38,8 @@ class BlockPool:
         self.keep: BoolArray = np.zeros(
             total, dtype=np.bool_
         )  # a junction's snapshot: never thinned
-        self.order = EvictionOrder(total, self.depth)
-        self.host_order = EvictionOrder(total, self.depth)
+        self.order = EvictionOrder(total)
+        self.host_order = EvictionOrder(total)
         self._free = np.arange(spec.units - 1, -1, -1, dtype=np.int32)
         self._host_free = np.arange(total - 1, spec.units - 1, -1, dtype=np.int32)
         self.free = spec.units

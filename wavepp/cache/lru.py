@@ -1,24 +1,35 @@
-"""EvictionOrder: which unit goes next, least recently used first, the tail of a path before its
-head.
+"""EvictionOrder: which unit goes next: least recently used first, a path's tail before its head.
 
-Units that become idle together get one turn (a logical stamp: operations on a stage follow the
-wave numbers, so turns refine them; no wall clock). A turn's units are kept in one array, deepest
-first. Units that leave the order are only unmarked; an array is compacted once more than half of
-it is stale, so every operation is a few vector steps and the arrays never hold more than about
-twice the units that are in the order.
+A unit's stamp is logical: a count of uses, no wall clock. (Operations on a stage follow the wave
+numbers, so stamps refine them.) Units that become idle together are stamped deepest first.
+
+The order is a list of segments, each a few thousand (unit, stamp) pairs in order, like the leaves
+of a B-tree. A unit that leaves is only unmarked; a segment that is mostly stale is compacted and
+merged with its neighbour. So every operation is a few vector steps on one or two segments, however
+small the pieces it is called with.
 """
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from bisect import bisect_right
+from dataclasses import dataclass
 
 import numpy as np
 
 from wavepp.cache.types import BoolArray, Int32Array
+from wavepp.cache.windows import Int64Array
 
-SCAN_UNITS_MIN = 64
-STALE_UNITS_MIN = 64
-EMPTY = np.empty(0, dtype=np.int32)
+SEGMENT_UNITS = 2048
+EMPTY: Int32Array = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """Units with ascending stamps; `live` of them are really in the order."""
+
+    ids: Int32Array
+    stamps: Int64Array
+    live: int
 
 
 class EvictionOrder:
@@ -26,16 +37,13 @@ class EvictionOrder:
 
     Args:
         units: how many ids there are.
-        depth: int32 [units], position of each unit on its path; shared with and kept by the pool.
     """
 
-    def __init__(self, units: int, depth: Int32Array) -> None:
-        self._turn = np.full(units, -1, dtype=np.int64)
+    def __init__(self, units: int) -> None:
+        self._stamp: Int64Array = np.full(units, -1, dtype=np.int64)
         self._queued: BoolArray = np.zeros(units, dtype=np.bool_)
-        self._depth = depth
-        self._entries: dict[int, Int32Array] = {}
-        self._live: dict[int, int] = {}
-        self._heap: list[int] = []
+        self._segments: list[_Segment] = []
+        self._starts: list[int] = []  # lowest stamp of each segment
         self._clock = 0
         self._count = 0
 
@@ -46,46 +54,52 @@ class EvictionOrder:
         """Adds units as the most recently used. `ids` are deepest first."""
         if not len(ids):
             return
+        assert not self._queued[ids].any(), "a unit was put into the eviction order twice"
         self.stamp(ids)
         self._queued[ids] = True
-        self._entries[self._clock] = ids
-        self._live[self._clock] = len(ids)
-        heappush(self._heap, self._clock)
         self._count += len(ids)
+        stamps = self._stamp[ids]
+        last = self._segments[-1] if self._segments else None
+        if last is None or len(last.ids) + len(ids) > 2 * SEGMENT_UNITS:
+            self._segments.append(_Segment(ids, stamps, len(ids)))
+            self._starts.append(int(stamps[0]))
+            return
+        last.ids = np.concatenate([last.ids, ids])
+        last.stamps = np.concatenate([last.stamps, stamps])
+        last.live += len(ids)
 
     def stamp(self, ids: Int32Array) -> None:
         """Notes a use of units that are not (yet) in the order."""
-        self._clock += 1
-        self._turn[ids] = self._clock
+        self._stamp[ids] = np.arange(self._clock, self._clock + len(ids))
+        self._clock += len(ids)
 
     def remove(self, ids: Int32Array) -> None:
         """Takes out units that are in use again."""
         if not len(ids):
             return
-        assert self._queued[ids].all(), (
-            "a unit that is not in the eviction order was taken out of it"
-        )
+        assert self._queued[ids].all(), "a unit that is not in the eviction order was taken out"
         self._queued[ids] = False
         self._count -= len(ids)
-        turns = self._turn[ids]
-        if (turns == turns[0]).all():
-            self._forget(int(turns[0]), len(ids))
-            return
-        for turn, count in zip(*np.unique(turns, return_counts=True), strict=True):
-            self._forget(int(turn), int(count))
+        for at, chosen in reversed(self._by_segment(self._stamp[ids])):
+            self._shrink(at, len(chosen))
 
     def take(self, count: int) -> Int32Array:
         """Takes out the next `count` units (fewer if there are fewer), in eviction order."""
         taken: list[Int32Array] = []
         missing = min(count, self._count)
         while missing > 0:
-            turn = self._heap[0]
-            if turn not in self._entries:
-                heappop(self._heap)
-                continue
-            got = self._scan(turn, missing)
-            taken.append(got)
+            segment = self._segments[0]
+            valid = np.flatnonzero(self._valid(segment))[:missing]
+            got = segment.ids[valid]
+            used = int(valid[-1]) + 1
+            segment.ids, segment.stamps = segment.ids[used:], segment.stamps[used:]
+            self._queued[got] = False
+            self._count -= len(got)
             missing -= len(got)
+            taken.append(got)
+            segment.live -= len(got)
+            if not segment.live:
+                del self._segments[0], self._starts[0]
         return np.concatenate(taken) if taken else EMPTY
 
     def restore(self, ids: Int32Array) -> None:
@@ -93,57 +107,63 @@ class EvictionOrder:
         if not len(ids):
             return
         assert not self._queued[ids].any(), "a unit was put back twice"
-        self._queued[ids] = True
         self._count += len(ids)
-        turns = self._turn[ids]
-        for turn in np.unique(turns):
-            self._merge(int(turn), ids[turns == turn])
-
-    def __contains__(self, unit: int) -> bool:
-        return bool(self._queued[unit])
+        ids = ids[np.argsort(self._stamp[ids])]
+        stamps = self._stamp[ids]
+        if not self._segments:
+            self._segments.append(_Segment(EMPTY, stamps[:0], 0))
+            self._starts.append(int(stamps[0]))
+        for at, chosen in self._by_segment(stamps):
+            segment = self._segments[at]
+            kept = self._valid(segment)
+            merged = np.concatenate([segment.stamps[kept], stamps[chosen]])
+            order = np.argsort(merged)
+            segment.ids = np.concatenate([segment.ids[kept], ids[chosen]])[order]
+            segment.stamps = merged[order]
+            segment.live = len(order)
+            self._starts[at] = int(segment.stamps[0])
+        self._queued[ids] = True
 
     def listed(self) -> Int32Array:
         """Every unit, in eviction order. O(units): for checks and tests."""
-        lists = [self._valid(turn, self._entries[turn]) for turn in sorted(self._entries)]
+        lists = [segment.ids[self._valid(segment)] for segment in self._segments]
         return np.concatenate(lists) if lists else EMPTY
 
-    def _valid(self, turn: int, ids: Int32Array) -> Int32Array:
-        valid: Int32Array = ids[self._queued[ids] & (self._turn[ids] == turn)]
+    def _valid(self, segment: _Segment) -> BoolArray:
+        ids = segment.ids
+        valid: BoolArray = self._queued[ids] & (self._stamp[ids] == segment.stamps)
         return valid
 
-    def _scan(self, turn: int, wanted: int) -> Int32Array:
-        """Up to `wanted` units from the front of one turn; drops what was passed over."""
-        ids = self._entries[turn]
-        chunk = ids[: max(2 * wanted, SCAN_UNITS_MIN)]
-        valid = np.flatnonzero(self._queued[chunk] & (self._turn[chunk] == turn))[:wanted]
-        got = chunk[valid]
-        used = int(valid[-1]) + 1 if len(got) == wanted else len(chunk)
-        self._entries[turn] = ids[used:]
-        self._queued[got] = False
-        self._count -= len(got)
-        self._forget(turn, len(got))
-        return got
+    def _by_segment(self, stamps: Int64Array) -> list[tuple[int, Int64Array]]:
+        """(segment, indices of the stamps that belong to it), ascending."""
+        first = max(bisect_right(self._starts, int(stamps.min())) - 1, 0)
+        last = max(bisect_right(self._starts, int(stamps.max())) - 1, 0)
+        if first == last:
+            return [(first, np.arange(len(stamps)))]
+        starts = np.array(self._starts[first + 1 : last + 1])
+        which = np.searchsorted(starts, stamps, side="right")
+        order = np.argsort(which, kind="stable")
+        cuts = np.flatnonzero(np.diff(which[order])) + 1
+        return [(first + int(which[chosen[0]]), chosen) for chosen in np.split(order, cuts)]
 
-    def _forget(self, turn: int, count: int) -> None:
-        left = self._live[turn] - count
-        assert left >= 0, (turn, left)
-        if left == 0:
-            del self._live[turn], self._entries[turn]
-            if len(self._heap) > 2 * len(self._entries) + STALE_UNITS_MIN:
-                self._heap = sorted(self._entries)
+    def _shrink(self, at: int, count: int) -> None:
+        """Notes that units left a segment; keeps segments from being mostly stale or tiny."""
+        segment = self._segments[at]
+        segment.live -= count
+        assert segment.live >= 0, segment.live
+        if not segment.live:
+            del self._segments[at], self._starts[at]
             return
-        self._live[turn] = left
-        ids = self._entries[turn]
-        if len(ids) > 2 * left + STALE_UNITS_MIN:
-            self._entries[turn] = self._valid(turn, ids)
-
-    def _merge(self, turn: int, ids: Int32Array) -> None:
-        if turn in self._entries:
-            # The ids were marked as queued already: drop their stale entries before they come in
-            # again.
-            old = self._entries[turn]
-            ids = np.concatenate([ids, self._valid(turn, old[~np.isin(old, ids)])])
-        else:
-            heappush(self._heap, turn)
-        self._entries[turn] = ids[np.argsort(-self._depth[ids], kind="stable")]
-        self._live[turn] = len(ids)
+        if len(segment.ids) <= 2 * segment.live + 16:
+            return
+        kept = self._valid(segment)
+        segment.ids, segment.stamps = segment.ids[kept], segment.stamps[kept]
+        if at + 1 == len(self._segments):
+            return
+        after = self._segments[at + 1]
+        if len(segment.ids) + len(after.ids) <= SEGMENT_UNITS:
+            after.ids = np.concatenate([segment.ids, after.ids])
+            after.stamps = np.concatenate([segment.stamps, after.stamps])
+            after.live += segment.live
+            self._starts[at + 1] = self._starts[at]
+            del self._segments[at], self._starts[at]

@@ -31,6 +31,7 @@ from wavepp.cache.hints import HintIndex
 from wavepp.cache.types import Int32Array, IntArray, Prompt
 
 TOKEN_BYTES = 4
+FEW_BLOCKS = 8  # up to here plain steps are faster than vector ones
 
 
 class Node:
@@ -306,13 +307,24 @@ class PrefixTree:
     # -- shrinking -------------------------------------------------------------------------------
 
     def detach(self, group: int, ids: Int32Array) -> None:
-        """Takes units out of the tree. They hold nothing afterwards; the caller frees or reuses
-        them."""
+        """Takes units out of the tree. They hold nothing afterwards; the caller reuses them."""
+        if not len(ids):
+            return
         pool = self._pools[group]
+        gone: dict[int, list[bytes]] = {}
         for node, offsets, _ in self._by_node(group, ids):
-            node.places[group, offsets] = -1
-            self._hints.remove(node.shard, group, pick(node.keys, offsets))
-            self._tidy(node)
+            row, keys = node.places[group], gone.setdefault(node.shard, [])
+            if len(offsets) <= FEW_BLOCKS:
+                for offset in offsets.tolist():
+                    row[offset] = -1
+                    keys.append(node.keys[offset])
+            else:
+                row[offsets] = -1
+                keys.extend(pick(node.keys, offsets))
+            if not node.children:
+                self._tidy(node)
+        for shard, keys in gone.items():
+            self._hints.remove(shard, group, keys)
         pool.owner[ids] = -1
 
     def relocate(self, group: int, source: Int32Array, target: Int32Array) -> None:
@@ -334,27 +346,27 @@ class PrefixTree:
         if (owners == owners[0]).all():
             node = self.nodes[int(owners[0])]
             return [(node, pool.depth[ids] - node.start, slice(None))]
-        order = np.argsort(owners, kind="stable").astype(np.int32)
-        cuts = np.flatnonzero(np.diff(owners[order])) + 1
+        order = np.argsort(owners, kind="stable")
+        sorted_owners = owners[order]
+        depths = pool.depth[ids[order]]
+        cuts = [0, *(np.flatnonzero(np.diff(sorted_owners)) + 1).tolist(), len(ids)]
         groups: list[tuple[Node, IntArray, IntArray | slice]] = []
-        for chosen in np.split(order, cuts):
-            node = self.nodes[int(owners[chosen[0]])]
-            groups.append((node, pool.depth[ids[chosen]] - node.start, chosen))
+        for index, low, high in zip(
+            sorted_owners[cuts[:-1]].tolist(), cuts, cuts[1:], strict=False
+        ):
+            node = self.nodes[index]
+            groups.append((node, depths[low:high] - node.start, order[low:high]))
         return groups
 
     def _tidy(self, node: Node) -> None:
         """Cuts what holds nothing off the end of a path, up to the first run that holds
         something."""
-        current: Node | None = node
-        while current is not None and not current.children:
+        current = node
+        while not current.children:
             if current.parent is None:
-                self.roots = {
-                    name: root for name, root in self.roots.items() if root is not current
-                }
-                current.alive = False
+                self._drop_root(current)
                 return
-            held = np.flatnonzero(current.places.max(axis=0, initial=-1) >= 0)
-            length = int(held[-1]) + 1 if len(held) else 0
+            length = _held_length(current.places)
             if length == current.length:
                 return
             if length:
@@ -364,6 +376,10 @@ class PrefixTree:
                 return
             current = self._unhang(current)
 
+    def _drop_root(self, root: Node) -> None:
+        root.alive = False
+        self.roots = {name: other for name, other in self.roots.items() if other is not root}
+
     def _unhang(self, node: Node) -> Node:
         parent = node.parent
         assert parent is not None
@@ -371,6 +387,16 @@ class PrefixTree:
         del self.nodes[node.index]
         node.alive = False
         return parent
+
+
+def _held_length(places: Int32Array) -> int:
+    """Columns up to the last one in which some group holds a unit."""
+    if (places[:, -1] >= 0).any():
+        return int(places.shape[1])
+    if places.shape[1] == 1:
+        return 0
+    held = np.flatnonzero(places.max(axis=0) >= 0)
+    return int(held[-1]) + 1 if len(held) else 0
 
 
 def pick(keys: list[bytes], offsets: IntArray) -> list[bytes]:
