@@ -65,9 +65,11 @@ class StageMachine:
         self._requests: dict[RequestId, _Request] = {}
         self._owed: list[ClaimVote] = []  # made by Retry decisions, not yet told
         self._refused = False  # somebody was refused for capacity since the last round ended
-        self._own_releases = 0  # given back by undoing what this stage itself had refused
+        self._given_back = 0  # cache.releases that came from undoing what this stage had refused
+        self._refused_undone = 0  # how many such undos there were
         self._tombstones: frozenset[RequestId] = frozenset()  # ended before the last round ended
         self._fresh_tombstones: set[RequestId] = set()
+        self._ending: set[RequestId] = set()  # admitted attempts that ended, before their fence
 
     # -- what the driver may know ----------------------------------------------------------------
 
@@ -75,14 +77,14 @@ class StageMachine:
     def counters(self) -> StageCounters:
         """For every acknowledgement, on both planes."""
         return StageCounters(
-            releases=self.cache.releases - self._own_releases,
+            releases=self.cache.releases - self._given_back + self._refused_undone,
             hint_version=self.cache.hint_version,
         )
 
     @property
     def is_idle(self) -> bool:
-        """No request is known, no vote is owed."""
-        return not self._requests and not self._owed
+        """No request is known, none waits for its fence, no vote is owed."""
+        return not self._requests and not self._ending and not self._owed
 
     def knows(self, request_id: RequestId) -> bool:
         """The request was announced and has not ended."""
@@ -146,6 +148,7 @@ class StageMachine:
         """Gives back all that an ended attempt held: its fence fell. No effect when there is
         nothing."""
         self.cache.free(request_id)
+        self._ending.discard(request_id)
 
     # -- rounds ----------------------------------------------------------------------------------
 
@@ -212,9 +215,11 @@ class StageMachine:
         held = set(self.cache.held())
         for request_id, request in self._requests.items():
             claimed = request.vote is not None and request.vote.lease is not None
-            assert claimed == (request_id in held) or request.admitted, (request_id, request)
+            holds = claimed or request_id in self._ending
+            assert holds == (request_id in held), (request_id, request)
             assert not request.admitted or request.vote is not None, (request_id, request)
-        assert self._own_releases <= self.cache.releases, self._own_releases
+        assert held <= set(self._requests) | self._ending, held
+        assert self._given_back <= self.cache.releases, self._given_back
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -291,9 +296,14 @@ class StageMachine:
 
     def _undo(self, request_id: RequestId, request: _Request) -> None:
         """Gives back what an attempt holds that never ran: escrow, then lease."""
-        if request.admitted or request.vote is None:
-            return  # what has run goes behind its fence, by `release`
+        if request.admitted:
+            self._ending.add(request_id)  # it may be running: it goes behind its fence
+            return
+        if request.vote is None:
+            return
         before = self.cache.releases
         self.cache.undo(request_id)
         if request.vote.refusal is not None:
-            self._own_releases += self.cache.releases - before
+            # Exactly one release, so that the driver can tell a request's own undo from others'.
+            self._given_back += self.cache.releases - before
+            self._refused_undone += 1

@@ -48,8 +48,9 @@ class StageCounters:
     """Two numbers a stage reports with each acknowledgement. Both only grow.
 
     Attributes:
-        releases: grows when something was given back here, by anyone but a request that this stage
-            itself had refused: a refused head is worth another try then.
+        releases: grows when something was given back here: a refused head is worth another try
+            then. The undo of a request that this stage had refused counts as exactly one, so that
+            a request can tell its own undo from what others gave back.
         hint_version: grows when the hint index changes: a hint of another version may be stale.
     """
 

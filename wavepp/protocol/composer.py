@@ -1,0 +1,155 @@
+"""What the next round carries: announcements, hints to refresh, claims in order, deferrals.
+
+Owns the order in which requests may claim and the waits for others' prefixes. May not: take
+answers. First come, first served among the ready ones. Paper, section on admission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wavepp.protocol.admission import has_release
+from wavepp.protocol.books import Books
+from wavepp.protocol.deferral import find_donor, has_computed
+from wavepp.protocol.facts import RoundPlan
+from wavepp.protocol.messages import Announce, Decision
+from wavepp.protocol.record import Record
+from wavepp.protocol.states import ADMITTED, QUEUED, Event, Phase
+from wavepp.protocol.votes import Claim, Junction, RoundAsk
+
+
+class RoundComposer:
+    """Composes rounds out of the leader's books."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def compose(self, *, now: float, hungry: bool, flush: bool = False) -> RoundPlan | None:
+        """See `LeaderMachine.next_round`."""
+        decisions: list[Decision] = []
+        self._wake(now, hungry)
+        near = self._books.near()
+        newcomers = [record for record in near if record.phase is Phase.ARRIVED]
+        claims, stale = self._select(near, now, hungry, decisions)
+        awaited = any(record.phase is Phase.RETRYING for record in self._books.gate.holders)
+        if not (newcomers or claims or decisions or stale or awaited or flush):
+            return None
+        for record in newcomers:
+            record.life.move(Event.ANNOUNCE, now=now)
+        hints = [*newcomers, *self._outdated(near, stale)]
+        self._books.rounds += 1
+        self._books.tally.hints += len(hints)
+        self._books.tally.claims += len(claims)
+        return RoundPlan(
+            decisions=tuple(decisions),
+            announce=tuple(
+                Announce(
+                    request_id=record.request_id,
+                    attempt=record.attempt,
+                    num_tokens=record.arrival.num_tokens,
+                )
+                for record in newcomers
+            ),
+            ask=RoundAsk(hints=tuple(record.request_id for record in hints), claims=tuple(claims)),
+        )
+
+    def _outdated(self, near: Sequence[Record], stale: Record | None) -> list[Record]:
+        """Who needs a new hint: the next to claim if its hint is stale, and whoever is hinted and
+        near the front, one a lane, when some stage's index has changed since."""
+        hinted = [r for r in near if r.phase in QUEUED or r.phase is Phase.DEFERRED]
+        first = hinted[: self._books.options.lanes_max]
+        return [r for r in hinted if r is stale or (r in first and not self._is_current(r))]
+
+    def _is_current(self, record: Record) -> bool:
+        return all(
+            hint.version == self._books.counters[stage].hint_version
+            for stage, hint in record.hints.items()
+        )
+
+    def _select(
+        self, near: Sequence[Record], now: float, hungry: bool, decisions: list[Decision]
+    ) -> tuple[list[Claim], Record | None]:
+        """Who claims now, in order; and who would be the next one if its hints were fresh.
+
+        Hints of the latest round are fresh enough: while work runs, indices change all the time.
+        """
+        claims: list[Claim] = []
+        for record in near:
+            if record.phase not in QUEUED or self._books.gate.is_draining(record.request_id):
+                continue  # not ready: it is passed
+            if not self._books.gate.admits(record):
+                break
+            if not self._books.gate.is_worth_a_try(record, self._books.counters):
+                break  # nobody passes a head that waits for capacity
+            if record.hinted_in != self._books.rounds and not self._is_current(record):
+                return claims, record
+            if record.phase is Phase.WAITING:
+                self._revive(record, now)
+            if not hungry and self._defer(record, now, decisions):
+                continue
+            claims.append(self._claim(record, now))
+        return claims, None
+
+    def _revive(self, record: Record, now: float) -> None:
+        record.claim.waited_idle = not has_release(record, self._books.counters)
+        record.claim.refused = {}
+        record.life.move(Event.REVIVE, now=now)
+
+    def _claim(self, record: Record, now: float) -> Claim:
+        claim = record.claim
+        claim.candidate = claim.limit = record.best_hint()
+        claim.adjustments = 0
+        assert not claim.votes, claim
+        self._books.waiting.remove(record)
+        self._books.gate.take(record)
+        record.life.move(Event.CLAIM, now=now)
+        return Claim(
+            request_id=record.request_id,
+            attempt=record.attempt,
+            limit=claim.limit,
+            oversized=claim.oversized,
+        )
+
+    # -- deferral --------------------------------------------------------------------------------
+
+    def _defer(self, record: Record, now: float, decisions: list[Decision]) -> bool:
+        """Lets a request wait for one that computes the prefix it lacks."""
+        until = record.wait.until
+        if not self._books.options.defer_shared_prefix or (until is not None and now >= until):
+            return False
+        found = find_donor(
+            record, self._books.gate.holders, block_size=self._books.options.block_size
+        )
+        if found is None:
+            return False
+        donor, target = found
+        record.wait.until = now + self._books.options.defer_max_s if until is None else until
+        record.wait.donor, record.wait.target = donor.request_id, target
+        record.life.move(Event.DEFER, now=now)
+        self._books.tally.deferred += 1
+        if donor.phase in ADMITTED and record.has_snapshots:
+            decisions.append(
+                Junction(request_id=donor.request_id, attempt=donor.attempt, position=target)
+            )
+        return True
+
+    def _wake(self, now: float, hungry: bool) -> None:
+        """Ends deferrals: the prefix is there, nobody computes it any more, or it took too long."""
+        for record in self._books.near():
+            if record.phase is not Phase.DEFERRED:
+                continue
+            assert record.wait.donor is not None, record.request_id
+            assert record.wait.until is not None, record.request_id
+            donor = self._books.records.get(record.wait.donor)
+            still = (
+                not hungry
+                and now < record.wait.until
+                and donor is not None
+                and self._books.gate.holds(donor.request_id)
+                and not has_computed(donor, record.wait.target)
+            )
+            if not still:
+                record.wait.donor = None
+                record.life.move(Event.WAKE, now=now)
