@@ -1,8 +1,8 @@
-"""A stage executor without a model: every result depends on everything before it, through the cache.
+"""A stage executor without a model: every result depends on all before it, through the cache.
 
-Each "layer" writes one number a token into the token's slot of its block, then mixes it with the sum over
-all slots of [0, position] as found through the block table. A wrong table, position, order, token or layer
-gives another answer. `oracle` computes the same without blocks or waves.
+Each "layer" writes one number a token into the token's slot of its block, then mixes it with the
+sum over all slots of [0, position] as found through the block table. A wrong table, position,
+order, token or layer gives another answer. `oracle` computes the same without blocks or waves.
 
 Tokens >= FAIL_TOKEN make trouble: FAIL_TOKEN + s raises on stage s, each time.
 """

@@ -1,0 +1,184 @@
+"""Driver and stages together: any interleaving of planes, aborts and failures gives right answers
+and leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from checksum_executor import FAIL_TOKEN
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from world import World
+
+from wavepp.protocol.messages import SpanPlan
+from wavepp.units import RequestId
+
+worlds = st.builds(
+    World,
+    stages=st.integers(1, 4),
+    block_size=st.sampled_from([1, 3, 4]),
+    blocks=st.integers(24, 40),
+    wave_tokens=st.integers(1, 12),
+    ring_depth=st.integers(1, 6),
+    lanes=st.integers(1, 5),
+)
+prompts = st.lists(
+    st.lists(st.integers(10, FAIL_TOKEN - 1), min_size=1, max_size=22), min_size=1, max_size=8
+)
+
+
+def check_tiling(world: World) -> None:
+    """Spans of an attempt follow each other; a served request's cover what it held."""
+    spans: dict[tuple[RequestId, int], list[SpanPlan]] = defaultdict(list)
+    for span in world.spans:
+        spans[span.request_id, span.attempt].append(span)
+    ends: dict[RequestId, int] = {}  # of the last attempt
+    for (request_id, _), attempt in sorted(spans.items()):
+        ends[request_id] = 0
+        for span in attempt:
+            assert span.start == ends[request_id], attempt
+            ends[request_id] += span.length
+    for user_id, result in world.results.items():
+        if result.finish_reason in ("length", "stop"):
+            held = result.num_prompt_tokens + max(len(result.token_ids) - 1, 0)
+            assert ends[world.inner_ids[user_id]] == held
+
+
+def check_fcfs(world: World) -> None:
+    first_tries = [serial for serial, attempt in world.admitted if attempt == 1]
+    assert first_tries == sorted(first_tries)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds, prompts, st.randoms(use_true_random=False), st.integers(0, 3))
+def test_random_interleavings_give_right_answers(
+    world: World, prompts: list[list[int]], rng: random.Random, max_tokens: int
+) -> None:
+    for index, prompt in enumerate(prompts):
+        for _ in range(rng.randrange(8)):
+            world.step(rng)
+        world.arrive(str(index), prompt, max_tokens=max_tokens, scores=index % 2 == 0)
+    world.drain(rng)
+    assert len(world.results) == len(prompts)
+    assert {r.finish_reason for r in world.results.values()} <= {"length", "stop"}
+    check_tiling(world)
+    check_fcfs(world)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds, prompts, st.randoms(use_true_random=False))
+def test_random_aborts_leave_nothing_behind(
+    world: World, prompts: list[list[int]], rng: random.Random
+) -> None:
+    aborted: set[str] = set()
+    for index, prompt in enumerate(prompts):
+        world.arrive(str(index), prompt)
+        for _ in range(rng.randrange(12)):
+            world.step(rng)
+            if rng.random() < 0.15:
+                victim = str(rng.randrange(index + 1))
+                if victim not in world.results:
+                    aborted.add(victim)
+                world.abort(victim)
+    world.drain(rng)
+    reasons = {user_id: result.finish_reason for user_id, result in world.results.items()}
+    assert {user_id for user_id, reason in reasons.items() if reason == "abort"} == aborted
+    assert len(reasons) == len(prompts)
+    check_tiling(world)
+    check_fcfs(world)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds, prompts, st.randoms(use_true_random=False))
+def test_random_failures_hit_only_the_guilty(
+    world: World, prompts: list[list[int]], rng: random.Random
+) -> None:
+    guilty = {index for index in range(len(prompts)) if rng.random() < 0.3}
+    for index, prompt in enumerate(prompts):
+        if index in guilty:
+            stage = rng.randrange(len(world.cores))
+            prompt.insert(rng.randrange(len(prompt) + 1), FAIL_TOKEN + stage)
+        world.arrive(str(index), prompt)
+        for _ in range(rng.randrange(8)):
+            world.step(rng)
+    world.drain(rng)
+    failed = {int(user_id) for user_id, r in world.results.items() if r.finish_reason == "error"}
+    assert failed == guilty
+    for index in guilty:
+        assert "can't be computed" in (world.results[str(index)].error or "")
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds, st.randoms(use_true_random=False))
+def test_an_id_is_free_again_after_its_abort(world: World, rng: random.Random) -> None:
+    for turn in range(4):
+        world.arrive("same", [turn + 10] * 9)
+        for _ in range(rng.randrange(20)):
+            world.step(rng)
+        if "same" not in world.results:
+            world.abort("same")
+            assert world.results["same"].finish_reason == "abort"
+    world.arrive("same", [50, 51, 52])
+    world.drain(rng)
+    assert world.results["same"].finish_reason in ("length", "stop")
+
+
+def test_abort_during_the_last_wave_is_an_abort() -> None:
+    world = World(stages=2)
+    world.arrive("a", list(range(10, 16)))
+    while not world.parcels[-1]:
+        assert world.step(random.Random(0))
+    world.abort("a")
+    world.complete_wave()
+    assert world.results["a"].finish_reason == "abort"
+    assert world.results["a"].token_ids == ()
+    world.drain()
+
+
+def test_blocks_of_an_aborted_request_are_not_reused_before_its_last_wave() -> None:
+    """The pool holds one request: B gets A's blocks while A's chunks are still under way."""
+    world = World(stages=4, blocks=4, wave_tokens=4, ring_depth=8)
+    world.arrive("a", list(range(10, 26)))
+    world.arrive("b", list(range(30, 46)))
+    world.hold_round()  # announces a
+    world.hold_round()  # announces b
+    for stage in (0, 0, 0, 1, 1, 2):
+        world.run_wave(stage)
+    assert [wave.wave for wave in world.driver.ring] == [1, 2, 3, 4]
+    world.abort("a")
+    assert [state.arrival.user_id for state in world.driver.admission.admitted] == ["b"]
+    assert [wave.wave for wave in world.driver.ring] == [1, 2, 3, 4, 5, 6, 7, 8]
+    world.drain(random.Random(2))
+    assert world.results["b"].finish_reason in ("length", "stop")
+
+
+def test_chunks_of_one_request_are_in_flight_together() -> None:
+    world = World(stages=4, wave_tokens=4, ring_depth=8)
+    world.arrive("a", list(range(10, 42)))
+    while not world.driver.ring.launched:
+        world.step(random.Random(0))
+    assert [wave.spans[0].start for wave in world.driver.ring] == [0, 4, 8, 12, 16, 20, 24, 28]
+    world.drain()
+
+
+def test_nobody_passes_a_head_that_waits() -> None:
+    world = World(stages=1, blocks=10, lanes=4)
+    world.arrive("big", [10] * 20)
+    world.arrive("bigger", [11] * 24)
+    world.arrive("small", [12] * 4)
+    world.drain()
+    assert [serial for serial, _ in world.admitted] == [1, 2, 3]
+    done = {name: world.results[name].timings.admitted_s for name in world.results}
+    assert done["big"] < done["bigger"] <= done["small"]  # type: ignore[operator]
+
+
+def test_a_request_larger_than_the_pool_is_refused_and_the_next_one_runs() -> None:
+    world = World(stages=2, blocks=8)
+    with pytest.raises(AssertionError):
+        world.arrive("too large", [10] * 33)
+    world.arrive("fits", [10] * 32)
+    world.arrive("small", [10])
+    world.drain()
+    assert set(world.results) == {"fits", "small"}

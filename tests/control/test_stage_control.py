@@ -1,0 +1,254 @@
+"""One stage: decisions, positions, fences, numbers, conservation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from wavepp.control.blocks import BlockPool
+from wavepp.control.stage import StageControl
+from wavepp.control.work import ErrorRecord, GroupFacts, StageFacts
+from wavepp.errors import LocalProtocolError, RemoteProtocolError
+from wavepp.protocol.messages import (
+    NO_WAVE,
+    Abort,
+    Admit,
+    Announce,
+    Decision,
+    Free,
+    LogEntry,
+    PromptRecord,
+    RoundMessage,
+    RoundReply,
+    SpanPlan,
+    Undo,
+    WaveSchedule,
+)
+from wavepp.units import LogNumber, RequestId, StageIndex, WaveNumber
+
+A, B = RequestId("a"), RequestId("b")
+
+
+class Driver:
+    """Writes the log and the messages of a driver by hand."""
+
+    def __init__(self, stage: StageControl) -> None:
+        self.stage = stage
+        self.entries: list[LogEntry] = []
+        self.sent = 0
+        self.rounds = 0
+
+    def decide(self, *decisions: Decision) -> None:
+        for decision in decisions:
+            number = LogNumber(len(self.entries) + 1)
+            self.entries.append(LogEntry(number=number, decision=decision))
+
+    def round(self, *prompts: PromptRecord) -> RoundReply:
+        self.rounds += 1
+        return self.stage.handle(
+            RoundMessage(
+                epoch=1,
+                round_number=self.rounds,
+                apply_to=LogNumber(len(self.entries)),
+                entries=tuple(self.entries),
+                prompts=prompts,
+            ),
+            now=0.0,
+        )
+
+    def wave(self, number: int, *spans: SpanPlan) -> WaveSchedule:
+        return WaveSchedule(
+            epoch=1,
+            wave=WaveNumber(number),
+            spans=spans,
+            apply_to=LogNumber(len(self.entries)),
+            entries=tuple(self.entries),
+        )
+
+    def admit(self, name: RequestId, tokens: int) -> None:
+        self.decide(Announce(request_id=name, attempt=1, num_tokens=tokens))
+        self.round(prompt(name, tokens, announced=len(self.entries)))
+        self.decide(Admit(request_id=name, attempt=1, endpoint=0))
+
+
+def prompt(name: RequestId, tokens: int, *, announced: int) -> PromptRecord:
+    return PromptRecord(
+        request_id=name,
+        announced=LogNumber(announced),
+        token_ids=np.arange(tokens, dtype=np.int32),
+        max_tokens=1,
+    )
+
+
+def span(name: RequestId, start: int, length: int, *, final: bool = False) -> SpanPlan:
+    return SpanPlan(request_id=name, attempt=1, start=start, length=length, final=final)
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    groups = (
+        GroupFacts(name="full", kind="attention", units=6, bytes_per_unit=8),
+        GroupFacts(name="state", kind="recurrent", units=2, bytes_per_unit=8),
+    )
+    facts = StageFacts(
+        stage=StageIndex(1),
+        layers=(1, 2),
+        block_size=4,
+        vocab_size=100,
+        max_model_len=100,
+        groups=groups,
+    )
+    driver = Driver(StageControl(facts))
+    yield driver
+    driver.stage.check()
+
+
+def run(driver: Driver, number: int, *spans: SpanPlan) -> None:
+    driver.stage.finished(driver.stage.prepare(driver.wave(number, *spans)), ())
+
+
+def test_prepare_takes_blocks_as_spans_need_them(driver: Driver) -> None:
+    driver.admit(A, 10)
+    first = driver.stage.prepare(driver.wave(1, span(A, 0, 6)))
+    assert driver.stage.units() == (8, 3)  # two blocks and a slot
+    driver.stage.finished(first, ())
+    second = driver.stage.prepare(driver.wave(2, span(A, 6, 4, final=True)))
+    (work,) = second.work.spans
+    assert work.token_ids.tolist() == [6, 7, 8, 9]
+    assert work.block_tables["full"].tolist() == [0, 1, 2]
+    assert work.block_tables["full"][:2].tolist() == (
+        first.work.spans[0].block_tables["full"].tolist()
+    )
+    assert work.block_tables["state"].tolist() == [0]
+    assert (work.sample, work.next_token_id) == (True, None)
+    assert first.work.spans[0].next_token_id == 6
+    assert not first.work.spans[0].sample
+
+
+def test_a_free_waits_for_the_wave_it_is_fenced_by(driver: Driver) -> None:
+    driver.admit(A, 8)
+    run(driver, 1, span(A, 0, 4))
+    prepared = driver.stage.prepare(driver.wave(2, span(A, 4, 4)))
+    driver.decide(Free(request_id=A, attempt=1, fence_wave=WaveNumber(2)))
+    driver.round()
+    assert driver.stage.units() == (8, 3)
+    driver.stage.finished(prepared, ())
+    assert driver.stage.units() == (8, 0)
+    assert driver.stage.is_idle
+
+
+def test_a_wave_may_name_a_request_that_is_aborted_already(driver: Driver) -> None:
+    driver.admit(A, 8)
+    driver.decide(Abort(request_id=A, attempt=1, fence_wave=WaveNumber(2)))
+    driver.round()
+    run(driver, 1, span(A, 0, 4))
+    assert not driver.stage.is_idle
+    run(driver, 2, span(A, 4, 4))
+    assert driver.stage.is_idle
+
+
+def test_an_undone_attempt_goes_and_the_next_one_starts_anew(driver: Driver) -> None:
+    driver.admit(A, 4)
+    run(driver, 1, span(A, 0, 3))
+    driver.decide(
+        Undo(request_id=A, attempt=1, fence_wave=WaveNumber(1)),
+        Admit(request_id=A, attempt=2, endpoint=0),
+    )
+    again = SpanPlan(request_id=A, attempt=2, start=0, length=4, final=True)
+    prepared = driver.stage.prepare(driver.wave(2, again))
+    assert prepared.errors == ()
+    assert prepared.work.spans[0].token_ids.tolist() == [0, 1, 2, 3]
+
+
+def test_a_prompt_that_outlived_its_request_is_dropped(driver: Driver) -> None:
+    """The abort came with a wave, before the round that carries the tokens."""
+    driver.decide(
+        Announce(request_id=A, attempt=1, num_tokens=3),
+        Abort(request_id=A, attempt=1, fence_wave=NO_WAVE),
+    )
+    run(driver, 1)
+    driver.round(prompt(A, 3, announced=1))
+    assert driver.stage.is_idle
+
+
+def test_a_misplaced_span_fails_alone_with_both_numbers(driver: Driver) -> None:
+    driver.admit(A, 8)
+    driver.admit(B, 8)
+    prepared = driver.stage.prepare(driver.wave(1, span(A, 4, 4), span(B, 0, 4)))
+    assert prepared.errors == (
+        ErrorRecord(
+            request_id=A,
+            stage=StageIndex(1),
+            message="the span starts at token 4, the sequence is at 0",
+            guilty=True,
+        ),
+    )
+    assert [work.request_id for work in prepared.work.spans] == [B]
+
+
+def test_a_failed_request_keeps_its_place_and_its_record(driver: Driver) -> None:
+    driver.admit(A, 8)
+    first = driver.stage.prepare(driver.wave(1, span(A, 0, 4)))
+    failure = ErrorRecord(request_id=A, stage=StageIndex(1), message="boom", guilty=True)
+    driver.stage.finished(first, (failure,))
+    second = driver.stage.prepare(driver.wave(2, span(A, 4, 4)))
+    assert [record.message for record in second.errors] == ["boom"]
+    assert [work.start for work in second.work.spans] == [4]
+
+
+def test_wave_numbers_must_be_consecutive(driver: Driver) -> None:
+    with pytest.raises(RemoteProtocolError, match="stage 1 got wave 2 after wave 0"):
+        driver.stage.prepare(driver.wave(2))
+    prepared = driver.stage.prepare(driver.wave(1))
+    driver.stage.finished(prepared, ())
+    with pytest.raises(RemoteProtocolError, match="finished wave 1 after 1"):
+        driver.stage.finished(prepared, ())
+
+
+def test_a_wave_can_not_overtake_the_admission_it_relies_on(driver: Driver) -> None:
+    driver.admit(A, 4)
+    late = WaveSchedule(epoch=1, wave=WaveNumber(1), spans=(span(A, 0, 4),), apply_to=LogNumber(2))
+    with pytest.raises(RemoteProtocolError, match="has decisions up to 1, the message needs 2"):
+        driver.stage.prepare(late)
+
+
+def test_an_admission_needs_the_tokens(driver: Driver) -> None:
+    driver.decide(
+        Announce(request_id=A, attempt=1, num_tokens=3),
+        Admit(request_id=A, attempt=1, endpoint=0),
+    )
+    with pytest.raises(RemoteProtocolError, match="a was admitted before its tokens came"):
+        driver.round()
+
+
+def test_another_epoch_is_refused(driver: Driver) -> None:
+    message = RoundMessage(epoch=2, round_number=1, apply_to=LogNumber(0))
+    with pytest.raises(RemoteProtocolError, match="in epoch 1, the message is of epoch 2"):
+        driver.stage.handle(message, now=0.0)
+
+
+def test_an_unknown_message_is_refused(driver: Driver) -> None:
+    with pytest.raises(TypeError):
+        driver.stage.handle("news", now=0.0)  # type: ignore[arg-type]
+
+
+def test_pool_takes_the_last_freed_first_and_each_once() -> None:
+    pool = BlockPool("full", 4)
+    first, second = pool.take(2), pool.take(1)
+    assert (first.tolist(), second.tolist()) == ([0, 1], [2])
+    pool.give(first)
+    assert pool.take(2).tolist() == [0, 1]
+    pool.check()
+    with pytest.raises(AssertionError):
+        pool.give(np.asarray([3], dtype=np.int32))
+
+
+def test_pool_refuses_more_than_it_has_and_keeps_its_sums() -> None:
+    pool = BlockPool("full", 2)
+    pool.take(1)
+    with pytest.raises(LocalProtocolError, match=r"2 units wanted .* 1 of 2 are free"):
+        pool.take(2)
+    assert pool.free == 1
+    pool.check()

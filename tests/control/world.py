@@ -1,0 +1,203 @@
+"""DriverControl and stages run together without threads, asyncio or a clock, in any order that the
+planes allow: rounds and waves reach each stage in an order of their own."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from checksum_executor import ChecksumExecutor, assert_served
+
+from wavepp.actors.ports import Parcel
+from wavepp.actors.stage import StageCore
+from wavepp.config import EngineConfig
+from wavepp.control.driver import DriverControl, DriverOptions
+from wavepp.control.facts import (
+    AbortRequested,
+    Arrival,
+    Arrived,
+    Effect,
+    Finish,
+    LaunchWave,
+    RoundAnswered,
+    SendRound,
+    WaveCompleted,
+)
+from wavepp.control.work import Sampling
+from wavepp.protocol.messages import Admit, RoundMessage, RoundReply, SpanPlan, WaveSchedule
+from wavepp.requests import PrefillResult
+from wavepp.units import RequestId
+
+
+class World:
+    """One driver, P stages, and the messages between them."""
+
+    def __init__(
+        self,
+        *,
+        stages: int,
+        block_size: int = 4,
+        blocks: int = 16,
+        wave_tokens: int = 8,
+        ring_depth: int = 3,
+        lanes: int = 4,
+    ) -> None:
+        config = EngineConfig(
+            model="checksum",
+            pipeline_parallel_size=stages,
+            block_size=block_size,
+            num_gpu_blocks_override=blocks,
+        )
+        self.now = 0.0
+        self.layers = stages
+        self.cores = [
+            StageCore(ChecksumExecutor(config, stage), clock=lambda: self.now)
+            for stage in range(stages)
+        ]
+        options = DriverOptions(
+            ring_depth=ring_depth, wave_tokens_max=wave_tokens, max_num_seqs=lanes
+        )
+        self.driver = DriverControl([core.facts for core in self.cores], options)
+        self.waves: list[deque[WaveSchedule]] = [deque() for _ in range(stages)]
+        self.parcels: list[deque[Parcel]] = [deque() for _ in range(stages + 1)]
+        self.rounds: list[RoundMessage | None] = [None] * stages
+        self.replies: list[RoundReply] = []
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.arrived = 0
+        self.inner_ids: dict[str, RequestId] = {}  # of the latest request of that name
+        self.results: dict[str, PrefillResult] = {}
+        self.spans: list[SpanPlan] = []
+        self.admitted: list[tuple[int, int]] = []  # (serial, attempt)
+        self._entries_seen = 0
+
+    def arrive(
+        self, user_id: str, prompt: Sequence[int], *, max_tokens: int = 1, scores: bool = False
+    ) -> None:
+        arrival = Arrival(
+            user_id=user_id,
+            token_ids=np.asarray(prompt, dtype=np.int64),
+            max_tokens=max_tokens,
+            sampling=Sampling(prompt_logprobs=1 if scores else None),
+        )
+        assert self.driver.refusal(arrival) is None
+        self.results.pop(user_id, None)
+        self.prompts[user_id] = (list(prompt), max_tokens)
+        self.arrived += 1
+        self.inner_ids[user_id] = RequestId(f"{user_id}#{self.arrived}")
+        self._perform(self.driver.handle(Arrived(arrival=arrival), now=self.now))
+
+    def abort(self, user_id: str) -> None:
+        self._perform(self.driver.handle(AbortRequested(user_id=user_id), now=self.now))
+
+    def moves(self) -> list[Callable[[], None]]:
+        """Everything that may happen next."""
+        moves: list[Callable[[], None]] = []
+        for stage in range(len(self.cores)):
+            if self.rounds[stage] is not None:
+                moves.append(lambda stage=stage: self.deliver_round(stage))
+            if self.waves[stage] and (stage == 0 or self.parcels[stage]):
+                moves.append(lambda stage=stage: self.run_wave(stage))
+        if len(self.replies) == len(self.cores):
+            moves.append(self.answer_round)
+        if self.parcels[-1]:
+            moves.append(self.complete_wave)
+        return moves
+
+    def deliver_round(self, stage: int) -> None:
+        message = self.rounds[stage]
+        assert message is not None
+        self.rounds[stage] = None
+        self.replies.append(self.cores[stage].control.handle(message, now=self.now))
+
+    def run_wave(self, stage: int) -> None:
+        core = self.cores[stage]
+        prepared = core.prepare(self.waves[stage].popleft())
+        parcel = core.forward(prepared, self.parcels[stage].popleft() if stage else None)
+        assert parcel.fatal is None, parcel.fatal
+        self.parcels[stage + 1].append(parcel)
+
+    def hold_round(self) -> None:
+        """The round that is out, from end to end."""
+        for stage in range(len(self.cores)):
+            self.deliver_round(stage)
+        self.answer_round()
+
+    def answer_round(self) -> None:
+        replies, self.replies = tuple(self.replies), []
+        self._perform(self.driver.handle(RoundAnswered(replies=replies), now=self.now))
+
+    def complete_wave(self) -> None:
+        parcel = self.parcels[-1].popleft()
+        fact = WaveCompleted(
+            wave=parcel.wave,
+            outputs=parcel.outputs,
+            errors=parcel.errors,
+            acks=tuple(report.ack for report in parcel.reports),
+        )
+        self._perform(self.driver.handle(fact, now=self.now))
+
+    def step(self, rng: random.Random) -> bool:
+        """One move; False: nothing can happen any more."""
+        moves = self.moves()
+        if not moves:
+            return False
+        self.now += 0.001
+        rng.choice(moves)()
+        self.driver.check()
+        for core in self.cores:
+            core.control.check()
+        return True
+
+    def drain(self, rng: random.Random | None = None) -> None:
+        """Runs until nothing moves, and sees that nothing is left and every result is right."""
+        rng = rng or random.Random(0)
+        for _ in range(100_000):
+            if not self.step(rng):
+                break
+        else:
+            raise AssertionError("no end")
+        self.check_idle()
+        for user_id, result in self.results.items():
+            self.check_result(user_id, result)
+
+    def check_idle(self) -> None:
+        assert self.driver.num_live == 0, self.driver.num_live
+        assert not self.driver.is_busy
+        self.driver.check()
+        for core in self.cores:
+            assert core.control.is_idle
+            assert core.control.units()[1] == 0
+            core.control.check()
+
+    def check_result(self, user_id: str, result: PrefillResult) -> None:
+        prompt, max_tokens = self.prompts[user_id]
+        if result.finish_reason in ("length", "stop"):
+            assert_served(result, prompt, self.layers, max_tokens)
+        else:
+            assert result.token_ids == ()
+
+    def _perform(self, effects: list[Effect]) -> None:
+        self._see_admissions()
+        for effect in effects:
+            match effect:
+                case LaunchWave(schedule=schedule):
+                    self.spans.extend(schedule.spans)
+                    for queue in self.waves:
+                        queue.append(schedule)
+                case SendRound(messages=messages):
+                    assert self.rounds == [None] * len(self.cores)
+                    self.rounds = list(messages)
+                case Finish(user_id=user_id, result=result):
+                    assert user_id not in self.results
+                    self.results[user_id] = result
+
+    def _see_admissions(self) -> None:
+        for entry in self.driver.log.unacked():
+            if entry.number <= self._entries_seen:
+                continue
+            self._entries_seen = entry.number
+            if isinstance(entry.decision, Admit):
+                serial = int(entry.decision.request_id.rpartition("#")[2])
+                self.admitted.append((serial, entry.decision.attempt))
