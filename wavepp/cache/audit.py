@@ -18,8 +18,8 @@ from wavepp.cache.lease import Lease, held
 from wavepp.cache.lru import EMPTY
 from wavepp.cache.parts import Parts
 from wavepp.cache.sequence import Sequence as RunningSequence
-from wavepp.cache.tree import TOKEN_BYTES, Node
-from wavepp.cache.types import CacheStats, GroupStats, Int32Array
+from wavepp.cache.tree import Node
+from wavepp.cache.types import TOKEN_BYTES, CacheStats, GroupStats, Int32Array
 from wavepp.cache.windows import needed
 
 

@@ -36,6 +36,7 @@ class HintIndex:
         assert locks is None or len(locks) == shards, "one lock a shard"
         self._specs = tuple(specs)
         self._mask = shards - 1
+        self._all_attention = bool(specs) and all(spec.kind == "attention" for spec in specs)
         self._locks = tuple(locks) if locks is not None else (nullcontext(),) * shards
         self._tables: list[list[dict[bytes, int]]] = [
             [{} for _ in self._specs] for _ in range(shards)
@@ -99,6 +100,10 @@ class HintIndex:
         """All endpoints at or below the prompt's cap that the index knows."""
         size = prompt.block_size
         count = prompt.reuse_cap // size
+        if self._all_attention:
+            for group in range(len(self._specs)):
+                count = self.probe(group, prompt.keys, count)
+            return ReuseVote(attention=count * size)
         for group, spec in enumerate(self._specs):
             if spec.kind == "attention":
                 count = self.probe(group, prompt.keys, count)

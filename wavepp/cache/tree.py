@@ -28,10 +28,9 @@ import numpy as np
 
 from wavepp.cache.blocks import BlockPool
 from wavepp.cache.hints import HintIndex
-from wavepp.cache.types import Int32Array, IntArray, Prompt
+from wavepp.cache.types import TOKEN_BYTES, Int32Array, IntArray, Prompt
 
-TOKEN_BYTES = 4
-FEW_BLOCKS = 8  # up to here plain steps are faster than vector ones
+FEW_BLOCKS = 32  # up to here plain steps are faster than vector ones
 
 
 class Node:
@@ -314,10 +313,10 @@ class PrefixTree:
         gone: dict[int, list[bytes]] = {}
         for node, offsets, _ in self._by_node(group, ids):
             row, keys = node.places[group], gone.setdefault(node.shard, [])
-            if len(offsets) <= FEW_BLOCKS:
-                for offset in offsets.tolist():
-                    row[offset] = -1
-                    keys.append(node.keys[offset])
+            if len(offsets) == 1:
+                offset = int(offsets[0])
+                row[offset] = -1
+                keys.append(node.keys[offset])
             else:
                 row[offsets] = -1
                 keys.extend(pick(node.keys, offsets))
@@ -391,21 +390,21 @@ class PrefixTree:
 
 def _held_length(places: Int32Array) -> int:
     """Columns up to the last one in which some group holds a unit."""
-    if (places[:, -1] >= 0).any():
-        return int(places.shape[1])
-    if places.shape[1] == 1:
+    length = int(places.shape[1])
+    if max(places[:, -1].tolist()) >= 0:
+        return length
+    if length == 1:
         return 0
-    held = np.flatnonzero(places.max(axis=0) >= 0)
-    return int(held[-1]) + 1 if len(held) else 0
+    held = (places.max(axis=0) if len(places) > 1 else places[0]) >= 0
+    last = int(held[::-1].argmax())
+    return length - last if held[length - 1 - last] else 0
 
 
 def pick(keys: list[bytes], offsets: IntArray) -> list[bytes]:
     """Keys at these offsets, in some order, without a Python step for each."""
     count = len(offsets)
-    if count == 0:
-        return []
-    if count == 1:
-        return [keys[int(offsets[0])]]
+    if count <= FEW_BLOCKS:
+        return [keys[offset] for offset in offsets.tolist()]
     first, last = int(offsets[0]), int(offsets[-1])
     if abs(last - first) == count - 1:
         steps = np.diff(offsets)

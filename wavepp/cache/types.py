@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from wavepp.errors import ConfigError
-from wavepp.units import RequestId, align_down, ceil_div
+from wavepp.units import RequestId, ceil_div
 
 Int32Array = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.integer[Any]]
 BoolArray = npt.NDArray[np.bool_]
 WindowKind = Literal["attention", "sliding", "recurrent"]
 
+TOKEN_BYTES = 4
 NO_UNIT = -1  # in a block table: nothing is there (before a sliding window); in the tree: not held
 
 
@@ -132,7 +133,8 @@ class Prompt:
     @property
     def tail(self) -> int:
         """B * floor((n - 1) / B): the highest endpoint that leaves a token to compute."""
-        return align_down(self.num_tokens - 1, self.block_size)
+        last = len(self.raw) // TOKEN_BYTES - 1
+        return last - last % self.block_size
 
     @property
     def reuse_cap(self) -> int:
