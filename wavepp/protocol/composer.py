@@ -14,7 +14,7 @@ from wavepp.protocol.deferral import find_donor, has_computed
 from wavepp.protocol.facts import RoundPlan
 from wavepp.protocol.messages import Announce, Decision
 from wavepp.protocol.record import Record
-from wavepp.protocol.states import ADMITTED, QUEUED, Event, Phase
+from wavepp.protocol.states import ADMITTED, QUEUED, UNDECIDED, Event, Phase
 from wavepp.protocol.votes import Claim, Junction, RoundAsk
 
 
@@ -26,13 +26,14 @@ class RoundComposer:
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def compose(self, *, now: float, hungry: bool, flush: bool = False) -> RoundPlan | None:
+    def compose(self, *, now: float, work_wanted: int, flush: bool = False) -> RoundPlan | None:
         """See `LeaderMachine.next_round`."""
         decisions: list[Decision] = []
-        self._wake(now, hungry)
         near = self._books.near()
+        under_way = sum(_suffix(r) for r in self._books.gate.holders if r.phase in UNDECIDED)
+        self._wake(near, now, work_wanted - under_way)
         newcomers = [record for record in near if record.phase is Phase.ARRIVED]
-        claims, stale = self._select(near, now, hungry, decisions)
+        claims, stale = self._select(near, now, work_wanted - under_way, decisions)
         awaited = any(record.phase is Phase.RETRYING for record in self._books.gate.holders)
         if not (newcomers or claims or decisions or stale or awaited or flush):
             return None
@@ -69,7 +70,7 @@ class RoundComposer:
         )
 
     def _select(
-        self, near: Sequence[Record], now: float, hungry: bool, decisions: list[Decision]
+        self, near: Sequence[Record], now: float, wanted: int, decisions: list[Decision]
     ) -> tuple[list[Claim], Record | None]:
         """Who claims now, in order; and who would be the next one if its hints were fresh.
 
@@ -87,9 +88,10 @@ class RoundComposer:
                 return claims, record
             if record.phase is Phase.WAITING:
                 self._revive(record, now)
-            if not hungry and self._defer(record, now, decisions):
+            if wanted <= 0 and self._defer(record, now, decisions):
                 continue
             claims.append(self._claim(record, now))
+            wanted -= _suffix(record)
         return claims, None
 
     def _revive(self, record: Record, now: float) -> None:
@@ -135,21 +137,26 @@ class RoundComposer:
             )
         return True
 
-    def _wake(self, now: float, hungry: bool) -> None:
-        """Ends deferrals: the prefix is there, nobody computes it any more, or it took too long."""
-        for record in self._books.near():
+    def _wake(self, near: Sequence[Record], now: float, wanted: int) -> None:
+        """Ends deferrals: the prefix is there, nobody computes it any more, it took too long, or
+        the ring lacks work."""
+        for record in near:
             if record.phase is not Phase.DEFERRED:
                 continue
-            assert record.wait.donor is not None, record.request_id
-            assert record.wait.until is not None, record.request_id
-            donor = self._books.records.get(record.wait.donor)
-            still = (
-                not hungry
-                and now < record.wait.until
-                and donor is not None
-                and self._books.gate.holds(donor.request_id)
-                and not has_computed(donor, record.wait.target)
-            )
-            if not still:
+            if wanted > 0 or not self._should_wait(record, now):
                 record.wait.donor = None
                 record.life.move(Event.WAKE, now=now)
+                wanted -= record.arrival.num_tokens - record.best_hint()
+
+    def _should_wait(self, record: Record, now: float) -> bool:
+        wait = record.wait
+        assert wait.donor is not None, record.request_id
+        assert wait.until is not None, record.request_id
+        if now >= wait.until or not self._books.gate.holds(wait.donor):
+            return False
+        return not has_computed(self._books.records[wait.donor], wait.target)
+
+
+def _suffix(record: Record) -> int:
+    """Tokens a claim will have to compute."""
+    return record.arrival.num_tokens - record.claim.limit

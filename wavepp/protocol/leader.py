@@ -88,15 +88,16 @@ class LeaderMachine:
         ]
         return min(deferred, default=None)
 
-    def next_round(self, *, now: float, hungry: bool, flush: bool = False) -> RoundPlan | None:
+    def next_round(self, *, now: float, work_wanted: int, flush: bool = False) -> RoundPlan | None:
         """What the next round carries, or None when there is nothing to say. Call it when no round
         is out; log its decisions, then its announcements, then send it.
 
         Args:
-            hungry: the ring lacks work: nobody is deferred.
+            work_wanted: tokens of admitted work that the ring lacks; while it is above 0, nobody
+                waits for another's prefix. What is being claimed counts as work to come.
             flush: the log has to reach the stages, and no wave will bring it.
         """
-        return self._composer.compose(now=now, hungry=hungry, flush=flush)
+        return self._composer.compose(now=now, work_wanted=work_wanted, flush=flush)
 
     # -- facts -----------------------------------------------------------------------------------
 
