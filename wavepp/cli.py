@@ -15,21 +15,20 @@ import typer
 
 from wavepp import __version__
 from wavepp.commands.engine_flags import engine_command
-from wavepp.config import EngineConfig
+from wavepp.config import EngineConfig, build_config
 from wavepp.errors import ConfigError, RequestError, WavePPError
 
-OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
+OK, FAILURE, USAGE = 0, 1, 2
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 app = typer.Typer(
     name="wavepp",
-    help="Pipeline-parallel prefill of large language models.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut long flag names off on narrow terminals
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
 
@@ -39,13 +38,27 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+def _help_without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(USAGE)
+
+
+@bench.callback(invoke_without_command=True)
+def _bench(context: typer.Context) -> None:
+    """Measure speed."""
+    _help_without_command(context)
+
+
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    pass
+    """Pipeline-parallel prefill of large language models."""
+    _help_without_command(context)
 
 
 def run_batch(
@@ -81,15 +94,19 @@ def throughput(
     concurrency: Annotated[
         str, typer.Option(metavar="LIST", help="requests kept in flight; comma-separated")
     ] = "1,4,8",
-    prompt_len: Annotated[int, typer.Option(min=1, help="tokens in a prompt")] = 4096,
+    prompt_len: Annotated[int, typer.Option(min=1, metavar="N", help="tokens in a prompt")] = 4096,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="in a timed run; default: 8, or the concurrency")
+        int | None,
+        typer.Option(min=1, metavar="N", help="in a timed run; default: 8, or the concurrency"),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="timed runs of each cell")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="timed runs of each cell")] = 3,
     reuse_frac: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="of a prompt that is a shared prefix")
+        float,
+        typer.Option(min=0.0, max=1.0, metavar="X", help="of a prompt that is a shared prefix"),
     ] = 0.9,
-    num_prefixes: Annotated[int, typer.Option(min=1, help="distinct shared prefixes")] = 4,
+    num_prefixes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="distinct shared prefixes")
+    ] = 4,
     baseline: Annotated[
         str | None, typer.Option(metavar="transformers", help="run it in turn, on the same tokens")
     ] = None,
@@ -142,15 +159,29 @@ def make_tiny(
 
 @app.command("check-model")
 def check_model(
-    model: Annotated[Path, typer.Argument(help="folder of a checkpoint")],
+    model: Annotated[str, typer.Argument(help="folder of a checkpoint")],
     pipeline_parallel_size: Annotated[
-        int, typer.Option("--pipeline-parallel-size", "-pp", min=1, help="stages to split into")
-    ] = 1,
+        int | None,
+        typer.Option("--pipeline-parallel-size", "-pp", metavar="N", help="P: stages (default: 1)"),
+    ] = None,
+    layer_partition: Annotated[
+        str | None, typer.Option(metavar="8,8,7,7", help="layers per stage; default: balanced")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="of weights; default: the checkpoint's")] = None,
 ) -> None:
-    """Say which family a checkpoint is, what each stage would load, and what is unsupported."""
+    """Say which family a checkpoint is, what each stage would load, and what is unsupported.
+
+    Ends with status 1 when something is unsupported.
+    """
     from wavepp.commands.models import run_check_model
 
-    run_check_model(model, pipeline_parallel_size)
+    options = {
+        "model": model,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "layer_partition": layer_partition,
+        "dtype": dtype,
+    }
+    run_check_model(build_config({k: v for k, v in options.items() if v is not None}))
 
 
 def main() -> NoReturn:
@@ -166,9 +197,11 @@ def _status() -> int:
     except WavePPError as error:
         return _complain(str(error), FAILURE)
     except (KeyboardInterrupt, typer.Abort):
-        return _complain("interrupted", INTERRUPTED)
+        status = STOPPED[0]
     except _click_exception() as error:
         return _complain(error.format_message(), USAGE)
+    if status in STOPPED:
+        return _complain("interrupted", status)
     return status if isinstance(status, int) else OK
 
 

@@ -252,8 +252,10 @@ class OutputFile:
                 os.ftruncate(self._fd, self.keep)
                 os.lseek(self._fd, self.keep, os.SEEK_SET)
         except BlockingIOError:
+            self.close()
             raise ConfigError(f"output {self.path}: another run is writing it") from None
         except OSError as error:
+            self.close()
             raise ConfigError(f"output {self.path}: {error.strerror}") from None
         return self
 

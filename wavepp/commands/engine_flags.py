@@ -68,7 +68,7 @@ def _flag(name: str, info: FieldInfo) -> inspect.Parameter:
     """One field as a command-line option that is None unless it was given."""
     kind, flag = _plain_type(name, info.annotation), f"--{name.replace('_', '-')}"
     names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *EXTRA_NAMES.get(name, [])]
-    option = typer.Option(*names, help=_help(info), metavar=_metavar(name, kind))
+    option = typer.Option(*names, help=_help(info), metavar=_metavar(name, info, kind))
     return _parameter(name, kind, option)
 
 
@@ -93,23 +93,25 @@ def _help(info: FieldInfo) -> str:
     return f"{info.description} (default: {info.default})"
 
 
-def _metavar(name: str, kind: Any) -> str | None:
+def _metavar(name: str, info: FieldInfo, kind: Any) -> str | None:
     if name == "layer_partition":
         return "8,8,7,7"
-    if get_origin(kind) is Literal:
-        return "|".join(str(choice) for choice in get_args(kind))
+    if get_origin(info.annotation) is Literal:
+        return "|".join(str(choice) for choice in get_args(info.annotation))
     return {int: "N", float: "X", str: "TEXT"}.get(kind)
 
 
 def _plain_type(name: str, annotation: Any) -> Any:
-    """The type a flag's text is read as: the field's, without None; lists are read by the field."""
+    """The type a flag's text is read as: the field's, without None.
+
+    Lists and choices stay text, which the field reads and checks: one message, here as in YAML.
+    """
     if get_origin(annotation) in (Union, UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
         assert len(kinds) == 1, (name, annotation)
         annotation = kinds[0]
-    if get_origin(annotation) is tuple:
+    if get_origin(annotation) in (tuple, Literal):
         return str
-    known = annotation in (int, float, str, bool) or get_origin(annotation) is Literal
-    if not known:
+    if annotation not in (int, float, str, bool):
         raise ConfigError(f"{name}: no flag can be made of {annotation}")
     return annotation

@@ -1,17 +1,103 @@
-"""`wavepp make-tiny` and `wavepp check-model`."""
+"""`wavepp make-tiny` and `wavepp check-model`: checkpoints, written and read."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from wavepp.config import EngineConfig
+from wavepp.errors import WavePPError
+
+if TYPE_CHECKING:
+    from wavepp.models.check import ModelReport, StageReport
 
 
 def run_make_tiny(family: str, out: Path) -> None:
+    """Writes the checkpoint and says where.
+
+    Raises:
+        ConfigError: the family is unknown, or the folder can't be written.
+    """
     from wavepp.models.tiny import make_tiny
 
-    make_tiny(family, out)
+    folder = make_tiny(family, out)
+    Console(stderr=True).print(f"{family}: {folder}", highlight=False, soft_wrap=True)
 
 
-def run_check_model(model: Path, stages: int) -> None:
-    from wavepp.models.check import check_model
+def run_check_model(config: EngineConfig) -> None:
+    """Prints what a checkpoint is and what each stage would load.
 
-    check_model(model, stages)
+    Raises:
+        ConfigError: there is no checkpoint, or it can't be split so.
+        WavePPError: something about it is unsupported; it was printed.
+    """
+    from wavepp.engine import check_folder
+
+    check_folder(config)
+    from wavepp.models.check import check_model  # brings torch, too slow for a wrong path
+
+    report = check_model(
+        config.model, config.pipeline_parallel_size, config.layer_partition, dtype=config.dtype
+    )
+    console = Console()
+    if report.num_layers:
+        console.print(_model_table(report))
+    if report.stages:
+        console.print(_stage_table(report))
+    for sentence in report.unsupported:
+        console.print(f"unsupported: {sentence}", highlight=False, soft_wrap=True)
+    if report.unsupported:
+        raise WavePPError(f"{config.model} can't be served: {len(report.unsupported)} problem(s)")
+
+
+def _model_table(report: ModelReport) -> Table:
+    table = Table(box=box.SIMPLE, show_header=False, title=report.model, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    facts = {
+        "family": report.family,
+        "dtype": report.dtype,
+        "layers": str(report.num_layers),
+        "hidden size": f"{report.hidden_size:,}",
+        "vocabulary": f"{report.vocab_size:,}",
+        "longest prompt": f"{report.max_model_len:,}",
+        "weights": _size(report.weight_bytes),
+    }
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return table
+
+
+def _stage_table(report: ModelReport) -> Table:
+    table = Table(box=box.SIMPLE, title="stages", title_justify="left")
+    for name in ("stage", "layers", "weights", "cache / token", "cache groups", "sends on"):
+        table.add_column(name, justify="right" if name in ("weights", "cache / token") else "left")
+    for stage in report.stages:
+        table.add_row(*_stage_cells(stage))
+    return table
+
+
+def _stage_cells(stage: StageReport) -> list[str]:
+    groups = ", ".join(f"{group.name} x{group.layers} ({group.kind})" for group in stage.groups)
+    return [
+        str(stage.stage),
+        f"{stage.layers[0]}-{stage.layers[1] - 1}",
+        _size(stage.weight_bytes),
+        _size(stage.cache_bytes_per_token),
+        groups,
+        ", ".join(tensor.name for tensor in stage.carry) or "-",
+    ]
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    size, unit = float(count), "B"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 
+import typer
 from rich.console import Console
 
 from wavepp.batch.files import PIPE
@@ -25,7 +26,7 @@ def run(config: EngineConfig, source: str, target: str, *, resume: bool) -> None
     Raises:
         ConfigError: a file, the configuration or the checkpoint can't be used.
         EngineDeadError: the pipeline stopped.
-        KeyboardInterrupt: it was interrupted; the output can be resumed.
+        KeyboardInterrupt, typer.Exit: it was told to stop; the output can be resumed.
     """
     check_folder(config)
     batch = BatchRun(config, source, target, resume=resume)
@@ -35,7 +36,10 @@ def run(config: EngineConfig, source: str, target: str, *, resume: bool) -> None
     else:
         if target == PIPE:
             batch.write_to(_own_stdout())
-        report = asyncio.run(_answer(batch, console))
+        try:
+            report = asyncio.run(_answer(batch, console))
+        except asyncio.CancelledError:  # by SIGTERM; asyncio makes a KeyboardInterrupt of Ctrl-C
+            raise typer.Exit(128 + signal.SIGTERM) from None
     console.print(summary_table(report))
 
 
