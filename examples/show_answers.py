@@ -28,7 +28,9 @@ def prompt_tail(body: dict[str, Any]) -> str:
     """The last words of a prompt, on one line."""
     text = body["messages"][-1]["content"] if "messages" in body else str(body["prompt"])
     text = " ".join(text.split())
-    return text if len(text) <= TAIL_CHARS else f"... {text[-TAIL_CHARS:]}"
+    if len(text) <= TAIL_CHARS:
+        return text
+    return f"... {text[-TAIL_CHARS:].split(' ', 1)[1]}"  # from a whole word on
 
 
 def first_token(choice: dict[str, Any]) -> tuple[str, float, dict[str, float]]:
