@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from wavepp.kernels.attention_plan import AttentionPlan
+from wavepp.kernels.workspace import Workspace
 
-KvPools = tuple[Tensor, Tensor]
-Qkv = tuple[Tensor, Tensor, Tensor]
+Qkv = tuple[Tensor, Tensor, Tensor]  # q [T, H, D]; k, v [T, K, D]
+KvPools = tuple[Tensor, Tensor]  # each [blocks, B, K, D]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,19 +23,22 @@ class Ops:
     """One implementation of every operation; signatures and shapes are those of torch_ref.
 
     Attributes:
-        rms_norm: (x [..., D], weight, eps) -> [..., D]
-        rope: (x [T, H, D], cos, sin [T, 1, C]) -> [T, H, D]
+        rms_norm: (x [..., D], weight, eps, out) -> [..., D]
+        rope: (x [T, H, D], cos, sin [T, 1, C], out) -> [T, H, D]
         silu_mul_: (gate_up [T, 2I]) -> [T, I]; may overwrite its input
-        linear: (x [T, I], weight [O, I], bias) -> [T, O]
-        linear_add: (residual [T, O], x, weight, bias) -> [T, O]; may overwrite the residual
+        linear: (x [T, I], weight [O, I], bias, out) -> [T, O]
+        linear_add_: (residual [T, O], x, weight, bias) -> [T, O]; may overwrite the residual
         write_paged: (pools, k, v, plan) -> None
-        attn_paged: ((q, k, v), pools, plan, scale) -> [T, H * D]
+        attn_paged: ((q, k, v), pools, plan, scale, workspace) -> [T, H * D]
+
+    `out` is where a result goes (None: a new tensor); an implementation may ignore it, so only what
+    is returned counts.
     """
 
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
+    rope: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     silu_mul_: Callable[[Tensor], Tensor]
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    linear_add: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    linear_add_: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     write_paged: Callable[[KvPools, Tensor, Tensor, AttentionPlan], None]
-    attn_paged: Callable[[Qkv, KvPools, AttentionPlan, float], Tensor]
+    attn_paged: Callable[[Qkv, KvPools, AttentionPlan, float, Workspace], Tensor]

@@ -47,11 +47,21 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Cached keys of a batch: N sequences of S slots each; `lengths` only if they differ."""
+    """Cached keys of a batch: N sequences of S slots each, padded if their lengths differ."""
 
     slots: Rows
     size: int
     mask: Tensor | None  # bool [N, 1, 1, S], True where a key is real; None: all are
+
+    def slots_of(self, count: int, begin: int, end: int) -> Rows:
+        """Slots of keys [begin, end) of each of the `count` sequences."""
+        if end - begin == self.size:
+            return self.slots
+        if self.slots.index is None:
+            assert count == 1, count
+            return Rows(self.slots.begin + begin, end - begin, None)
+        index = self.slots.index.view(count, self.size)[:, begin:end].reshape(-1)
+        return Rows(0, len(index), index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def _torch_ops() -> Ops:
         rope=torch_ref.rope,
         silu_mul_=torch_ref.silu_mul_,
         linear=torch_ref.linear,
-        linear_add=torch_ref.linear_add,
+        linear_add_=torch_ref.linear_add_,
         write_paged=torch_attention.write_paged,
         attn_paged=torch_attention.attn_paged,
     )

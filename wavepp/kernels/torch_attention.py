@@ -12,13 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavepp.kernels.attention_plan import AttentionPlan, BandBatch, Prefix, SpanBatch
+from wavepp.kernels.api import KvPools, Qkv
+from wavepp.kernels.attention_plan import AttentionPlan, BandBatch, Prefix, Rows, SpanBatch
+from wavepp.kernels.workspace import Workspace
 
+Scored = tuple[Tensor, Tensor]  # result [N, L, H, D] and log-sum-exp of its scores [N, H, L]
+
+PREFIX_KEYS = 16384  # cached keys that are copied out of the pools at once
 SCORES_MAX = 1 << 24  # elements of the score matrix `attend_tiled` holds at once
 FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def write_paged(cache: tuple[Tensor, Tensor], k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
+def write_paged(cache: KvPools, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
     """Puts k, v [T, K, D] into the cache (each [blocks, B, K, D]) at the plan's slots."""
     for pool, values in zip(cache, (k, v), strict=True):
         flat = pool.view(-1, *pool.shape[2:])
@@ -30,10 +35,7 @@ def write_paged(cache: tuple[Tensor, Tensor], k: Tensor, v: Tensor, plan: Attent
 
 
 def attn_paged(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
-    plan: AttentionPlan,
-    scale: float,
+    qkv: Qkv, cache: KvPools, plan: AttentionPlan, scale: float, workspace: Workspace
 ) -> Tensor:
     """Causal attention of every row over its own sequence.
 
@@ -48,10 +50,11 @@ def attn_paged(
     """
     q = qkv[0]
     if len(plan.batches) == 1 and not plan.bands and plan.batches[0].out_rows is None:
-        return _span_batch(qkv, cache, plan.batches[0], scale).reshape(q.shape[0], -1)
-    out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        only = _span_batch(qkv, cache, plan.batches[0], scale, workspace)
+        return only.reshape(q.shape[0], -1)
+    out = workspace.empty("attention", (q.shape[0], q.shape[1] * q.shape[2]), q)
     for batch in plan.batches:
-        result = _span_batch(qkv, cache, batch, scale).reshape(batch.rows.count, -1)
+        result = _span_batch(qkv, cache, batch, scale, workspace).reshape(batch.rows.count, -1)
         if batch.out_rows is None:
             out[batch.rows.begin : batch.rows.begin + batch.rows.count] = result
         else:
@@ -59,13 +62,14 @@ def attn_paged(
             out.index_copy_(0, batch.out_rows, kept)
     for band in plan.bands:
         rows = band.tile * band.tiles
-        out[band.begin : band.begin + rows] = _band(q, cache, band, scale).reshape(rows, -1)
+        result = _band(q, cache, band, scale, workspace)
+        out[band.begin : band.begin + rows] = result.reshape(rows, -1)
     return out
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Scored:
     """Attention of q [N, L, H, D] over k, v [N, S, K, D].
 
     Args:
@@ -95,7 +99,7 @@ def attend(
 
 def attend_tiled(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Scored:
     """`attend` by plain matrix products, in tiles of queries, with scores in float32."""
     n, length, heads, dim = q.shape
     size, kv_heads = k.shape[1], k.shape[2]
@@ -124,52 +128,97 @@ def attend_tiled(
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
-def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+def merge(one: Scored, other: Scored) -> Scored:
     """Attention over the union of two disjoint key sets, from (result, log-sum-exp) of each.
 
     result [N, L, H, D], log-sum-exp [N, H, L]. The softmax over both sets weighs the second by
     exp(lse2) / (exp(lse1) + exp(lse2)) = sigmoid(lse2 - lse1).
     """
     weight = torch.sigmoid(other[1] - one[1]).transpose(1, 2).unsqueeze(-1)
-    return torch.lerp(one[0], other[0], weight.to(one[0].dtype))
+    merged = torch.lerp(one[0], other[0], weight.to(one[0].dtype))
+    return merged, torch.logaddexp(one[1], other[1])
 
 
 def _span_batch(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
-    batch: SpanBatch,
-    scale: float,
+    qkv: Qkv, cache: KvPools, batch: SpanBatch, scale: float, workspace: Workspace
 ) -> Tensor:
     """[N, L, H, D] for a batch of spans."""
     shape = (batch.size, batch.length)
     q = _split(batch.rows.take(qkv[0]), shape)
-    own = None
+    scored = None
     if batch.chunk:
         k, v = (_split(batch.rows.take(x), shape) for x in qkv[1:])
-        own = attend(q, k, v, causal=True, mask=None, scale=scale)
-    if batch.prefix is None:
-        assert own is not None
-        return own[0]
-    k, v = (_cached(pool, batch.prefix, batch.size, q.dtype) for pool in cache)
-    past = attend(q, k, v, causal=False, mask=batch.prefix.mask, scale=scale)
-    return past[0] if own is None else merge(own, past)
+        scored = attend(q, k, v, causal=True, mask=None, scale=scale)
+    if batch.prefix is not None:
+        scored = _attend_prefix(scored, q, cache, batch.prefix, scale, workspace=workspace)
+    assert scored is not None
+    return scored[0]
 
 
-def _cached(pool: Tensor, prefix: Prefix, size: int, dtype: torch.dtype) -> Tensor:
-    """Cached rows [N, S, K, D] in the dtype of computation."""
+def _attend_prefix(
+    scored: Scored | None,
+    q: Tensor,
+    cache: KvPools,
+    prefix: Prefix,
+    scale: float,
+    *,
+    workspace: Workspace,
+) -> Scored:
+    """`scored` with the cached keys merged in, a bounded number of them at a time.
+
+    Query heads that share a key head are laid side by side as more queries (nothing is causal
+    here), which makes larger products and reads every key once.
+    """
+    n, length, heads, dim = q.shape
+    kv_heads = cache[0].shape[2]
+    folded = q.reshape(n, length, kv_heads, heads // kv_heads, dim).transpose(2, 3)
+    folded = folded.reshape(n, -1, kv_heads, dim)
+    step = max(1, PREFIX_KEYS // n)
+    for begin in range(0, prefix.size, step):
+        end = min(begin + step, prefix.size)
+        k, v = (
+            _cached(pool, prefix.slots_of(n, begin, end), name, q, workspace)
+            for pool, name in zip(cache, ("prefix_keys", "prefix_values"), strict=True)
+        )
+        k, v = (_split(x, (n, end - begin)) for x in (k, v))
+        mask = None if prefix.mask is None else prefix.mask[..., begin:end]
+        out, lse = attend(folded, k, v, causal=False, mask=mask, scale=scale)
+        part = (_unfold(out, length), _unfold(lse.transpose(1, 2), length).transpose(1, 2))
+        scored = part if scored is None else merge(scored, part)
+    assert scored is not None
+    return scored
+
+
+def _unfold(x: Tensor, length: int) -> Tensor:
+    """[N, L * G, K, ...] -> [N, L, K * G, ...], the inverse of laying query heads side by side."""
+    n, rows, kv_heads = x.shape[:3]
+    parts = x.reshape(n, length, rows // length, kv_heads, *x.shape[3:]).transpose(2, 3)
+    return parts.reshape(n, length, -1, *x.shape[3:])
+
+
+def _cached(pool: Tensor, slots: Rows, name: str, like: Tensor, workspace: Workspace) -> Tensor:
+    """Cached rows [R, K, D] in the dtype of `like`; a view if they are one run, else a copy."""
     flat = pool.view(-1, *pool.shape[2:])
-    return _split(prefix.slots.take(flat).to(dtype), (size, prefix.size))
+    if slots.index is None:
+        rows = slots.take(flat)
+    else:
+        rows = workspace.empty(name, (slots.count, *flat.shape[1:]), flat)
+        torch.index_select(flat, 0, slots.index, out=rows)
+    if rows.dtype == like.dtype:
+        return rows
+    wide = workspace.empty(name, tuple(rows.shape), like)
+    return wide.copy_(rows)
 
 
-def _band(q: Tensor, cache: tuple[Tensor, Tensor], band: BandBatch, scale: float) -> Tensor:
+def _band(q: Tensor, cache: KvPools, band: BandBatch, scale: float, workspace: Workspace) -> Tensor:
     """[tiles, tile, H, D]: every tile over its own window - 1 + tile keys.
 
     Tiles are overlapping views of one stretch of keys; query i of a tile sees keys i .. i+window-1.
     """
     span = band.window - 1 + band.tile
     stretches = []
-    for pool in cache:
-        flat = band.keys.take(pool.view(-1, *pool.shape[2:])).to(q.dtype).contiguous()
+    for pool, name in zip(cache, ("prefix_keys", "prefix_values"), strict=True):
+        flat = _cached(pool, band.keys, name, q, workspace)
         stride = flat.stride()
         view = flat.as_strided(
             (band.tiles, span, *flat.shape[1:]), (band.tile * stride[0], *stride)
@@ -179,9 +228,8 @@ def _band(q: Tensor, cache: tuple[Tensor, Tensor], band: BandBatch, scale: float
     offset = torch.arange(span, device=q.device)[None, :]
     first = torch.arange(band.tile, device=q.device)[:, None]
     mask = (offset >= first) & (offset < first + band.window)
-    shaped = _split(rows, (band.tiles, band.tile))
     return attend(
-        shaped,
+        _split(rows, (band.tiles, band.tile)),
         stretches[0],
         stretches[1],
         causal=False,

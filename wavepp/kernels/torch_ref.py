@@ -1,7 +1,8 @@
 """The small operations in torch: the definition of correct, and what runs on CPU.
 
 Written for few passes over memory: one reduction and as many in-place products as the formula has.
-Reductions are in float32. Inputs are never changed unless the name says so.
+Reductions are in float32. `out` is where the result goes, and may not share memory with an input;
+None makes a new tensor.
 """
 
 from __future__ import annotations
@@ -11,24 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2, last dim) + eps) * weight; x [..., D], weight broadcastable to x.
-
-    The result is contiguous.
-    """
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x^2, last dim) + eps) * weight; x [..., D], weight broadcastable to x."""
     size = x.shape[-1]
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = norm.square_().mul_(1.0 / size).add_(eps).rsqrt_()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.mul(x, scale.to(x.dtype), out=out)
-    return out.mul_(weight)
+    scale = norm.square_().mul_(1.0 / size).add_(eps).rsqrt_().to(x.dtype)
+    return torch.mul(x, scale, out=out).mul_(weight)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first 2C dims of x [T, H, D], half-split; cos, sin [T, 1, C]; a new tensor."""
+def rope(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rotates the first 2C dims of x [T, H, D], half-split; cos, sin [T, 1, C]."""
     half = cos.shape[-1]
     low, high = x[..., :half], x[..., half : 2 * half]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out_low, out_high = out[..., :half], out[..., half : 2 * half]
     torch.mul(low, cos, out=out_low)
     out_low.addcmul_(high, sin, value=-1.0)
@@ -45,12 +42,14 @@ def silu_mul_(gate_up: Tensor) -> Tensor:
     return F.silu(gate, inplace=True).mul_(up)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x [T, I] times weight [O, I] transposed, plus bias [O]."""
-    return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual [T, O] + linear(x); the residual may be overwritten and is not to be used again."""
-    out = residual.addmm_(x, weight.t())
-    return out if bias is None else out.add_(bias)
+def linear_add_(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """residual [T, O] + linear(x); overwrites the residual and returns it."""
+    residual.addmm_(x, weight.t())
+    return residual if bias is None else residual.add_(bias)

@@ -13,7 +13,9 @@ from torch import Tensor
 from wavepp.kernels.api import KvPools, Ops
 from wavepp.kernels.select import select_ops
 from wavepp.kernels.wave import Wave
-from wavepp.models.layers.decoder import DecoderLayer, WaveContext
+from wavepp.kernels.workspace import Workspace
+from wavepp.models.layers.context import WaveContext
+from wavepp.models.layers.decoder import DecoderLayer
 from wavepp.models.layers.rope import CosSin, cos_sin, inverse_frequencies
 from wavepp.models.loader import NameRecorder, WeightSource
 from wavepp.models.spec import DtypeName, ModelSpec, RopeSpec
@@ -40,6 +42,7 @@ class StageModel:
         self.spec = spec
         self.lo, self.hi = lo, hi
         self._ops = ops
+        self._workspace = Workspace()
         table = (spec.vocab_size, spec.hidden_size)
         self._embedding = self._norm = self._head = None
         if self.is_first:
@@ -85,7 +88,7 @@ class StageModel:
             x: in this stage's dtype and on its device.
             pools: key and value pool of each of its layers, in order.
         """
-        context = WaveContext(wave, self._rope_tables(wave.positions))
+        context = WaveContext(wave, self._rope_tables(wave.positions), self._workspace)
         for layer, layer_pools in zip(self._layers, pools, strict=True):
             x = layer.forward(x, context, layer_pools)
         return x
@@ -97,8 +100,8 @@ class StageModel:
         """
         assert self._norm is not None, "only the last stage has logits"
         assert self._head is not None
-        normed = self._ops.rms_norm(x, self._norm, self.spec.norm_eps)
-        return self._ops.linear(normed, self._head, None).float()
+        normed = self._ops.rms_norm(x, self._norm, self.spec.norm_eps, None)
+        return self._ops.linear(normed, self._head, None, None).float()
 
     @property
     def logit_rows_max(self) -> int:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from wavepp.kernels.api import KvPools, Ops
-from wavepp.kernels.wave import Wave
+from wavepp.models.layers.context import WaveContext
 from wavepp.models.layers.gqa import GqaLayer
 from wavepp.models.layers.mlp import DenseMlp
-from wavepp.models.layers.rope import CosSin
 from wavepp.models.loader import WeightSource
-from wavepp.models.spec import LayerSpec, RopeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class WaveContext:
-    """What the layers of a stage share during one wave."""
-
-    wave: Wave
-    ropes: dict[RopeSpec, CosSin]
+from wavepp.models.spec import LayerSpec
 
 
 class DecoderLayer:
@@ -45,9 +34,10 @@ class DecoderLayer:
 
     def forward(self, x: Tensor, context: WaveContext, pools: KvPools) -> Tensor:
         """x [T, hidden] after this layer. Overwrites x."""
-        plan = context.wave.plans[self._spec.group]
-        rope = context.ropes[self._spec.mixer.rope]
-        normed = self._ops.rms_norm(x, self._mixer_norm, self._eps)
-        x = self._mixer.add_to(x, normed, rope, pools, plan)
-        normed = self._ops.rms_norm(x, self._mlp_norm, self._eps)
-        return self._mlp.add_to(x, normed)
+        scratch = context.workspace
+        normed = scratch.empty("normed", tuple(x.shape), x)
+        normed = self._ops.rms_norm(x, self._mixer_norm, self._eps, normed)
+        x = self._mixer.add_to(x, normed, context, pools, self._spec.group)
+        normed = scratch.empty("normed", tuple(x.shape), x)
+        normed = self._ops.rms_norm(x, self._mlp_norm, self._eps, normed)
+        return self._mlp.add_to(x, normed, scratch)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from wavepp.kernels.api import KvPools, Ops
-from wavepp.kernels.attention_plan import AttentionPlan
-from wavepp.models.layers.rope import CosSin
+from wavepp.models.layers.context import WaveContext
 from wavepp.models.loader import WeightSource
 from wavepp.models.spec import GqaSpec
 
@@ -49,17 +48,25 @@ class GqaLayer:
         return tuple(tensor for tensor in held if tensor is not None)
 
     def add_to(
-        self, residual: Tensor, x: Tensor, rope: CosSin, pools: KvPools, plan: AttentionPlan
+        self, residual: Tensor, x: Tensor, context: WaveContext, pools: KvPools, group: str
     ) -> Tensor:
-        """residual + attention(x), [T, hidden]; writes this wave's keys and values to pools."""
-        spec, ops = self._spec, self._ops
-        rotated = spec.num_heads + spec.num_kv_heads
-        heads = ops.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, spec.head_dim)
+        """residual + attention(x), [T, hidden]; writes this wave's keys and values to pools.
+
+        Overwrites the residual. `group` is the cache group whose block tables hold the pools.
+        """
+        spec, ops, scratch = self._spec, self._ops, context.workspace
+        plan = context.wave.plans[group]
+        tokens, rotated = x.shape[0], spec.num_heads + spec.num_kv_heads
+        qkv = scratch.empty("qkv", (tokens, self._qkv.shape[0]), x)
+        qkv = ops.linear(x, self._qkv, self._qkv_bias, qkv)
+        heads = qkv.view(tokens, -1, spec.head_dim)
         qk = heads[:, :rotated]
         if self._qk_norm is not None:
-            qk = ops.rms_norm(qk, self._qk_norm, self._eps)
-        qk = ops.rope(qk, *rope)
+            normed = scratch.empty("qk_norm", (tokens, rotated, spec.head_dim), x)
+            qk = ops.rms_norm(qk, self._qk_norm, self._eps, normed)
+        turned = scratch.empty("qk_rope", (tokens, rotated, spec.head_dim), x)
+        qk = ops.rope(qk, *context.ropes[spec.rope], turned)
         q, k, v = qk[:, : spec.num_heads], qk[:, spec.num_heads :], heads[:, rotated:]
         ops.write_paged(pools, k, v, plan)
-        mixed = ops.attn_paged((q, k, v), pools, plan, spec.head_dim**-0.5)
-        return ops.linear_add(residual, mixed, self._out, self._out_bias)
+        mixed = ops.attn_paged((q, k, v), pools, plan, spec.head_dim**-0.5, scratch)
+        return ops.linear_add_(residual, mixed, self._out, self._out_bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from wavepp.kernels.api import Ops
+from wavepp.kernels.workspace import Workspace
 from wavepp.models.loader import WeightSource
 from wavepp.models.spec import DenseMlpSpec
 
@@ -30,8 +31,9 @@ class DenseMlp:
         held = (self._gate_up, self._gate_up_bias, self._down, self._down_bias)
         return tuple(tensor for tensor in held if tensor is not None)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + mlp(x), both [T, hidden]."""
+    def add_to(self, residual: Tensor, x: Tensor, scratch: Workspace) -> Tensor:
+        """residual + mlp(x), both [T, hidden]. Overwrites the residual."""
         ops = self._ops
-        inner = ops.silu_mul_(ops.linear(x, self._gate_up, self._gate_up_bias))
-        return ops.linear_add(residual, inner, self._down, self._down_bias)
+        gate_up = scratch.empty("gate_up", (x.shape[0], self._gate_up.shape[0]), x)
+        inner = ops.silu_mul_(ops.linear(x, self._gate_up, self._gate_up_bias, gate_up))
+        return ops.linear_add_(residual, inner, self._down, self._down_bias)
