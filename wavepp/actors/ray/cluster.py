@@ -7,17 +7,20 @@ started. Inside a Ray job (or with RAY_ADDRESS set) the job's cluster is used.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import math
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from wavepp.actors.ray.semaphores import sweep_semaphores
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
 
@@ -29,12 +32,22 @@ CPU_STEP = 0.01
 CPUS_PER_STAGE_MIN = 0.01
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnNode:
+    """What a cluster that was started here leaves behind when it ends."""
+
+    session_folder: Path
+    raylet_pid: int
+
+
 class Cluster:
     """A connection to Ray, made by `join_or_start`."""
 
-    def __init__(self, *, connected_here: bool, session_folder: Path | None) -> None:
+    def __init__(self, *, connected_here: bool, own: OwnNode | None) -> None:
         self._connected_here = connected_here
-        self._session_folder = session_folder
+        self._own = own
+        if own is not None:  # a program may end without closing its engine
+            atexit.register(self.leave)
 
     @classmethod
     def join_or_start(cls) -> Cluster:
@@ -44,25 +57,27 @@ class Cluster:
             ConfigError: RAY_ADDRESS names a cluster that does not answer.
         """
         if ray.is_initialized():
-            return cls(connected_here=False, session_folder=None)
+            return cls(connected_here=False, own=None)
         if os.environ.get("RAY_ADDRESS"):
             try:
                 ray.init(log_to_driver=False, logging_level=logging.ERROR)
             except ConnectionError as error:
                 address = os.environ["RAY_ADDRESS"]
                 raise ConfigError(f"RAY_ADDRESS {address!r}: {error}") from None
-            return cls(connected_here=True, session_folder=None)
+            return cls(connected_here=True, own=None)
         _start_local()
-        return cls(connected_here=True, session_folder=_session_folder())
+        return cls(connected_here=True, own=_own_node())
 
     def leave(self) -> None:
         """Undoes what `join_or_start` did. Safe to call twice."""
         if self._connected_here and ray.is_initialized():
             ray.shutdown()
         self._connected_here = False
-        if self._session_folder is not None:
-            shutil.rmtree(self._session_folder, ignore_errors=True)
-            self._session_folder = None
+        own, self._own = self._own, None
+        if own is not None:
+            atexit.unregister(self.leave)
+            shutil.rmtree(own.session_folder, ignore_errors=True)
+            sweep_semaphores(own.raylet_pid)
 
 
 def cpus_per_stage(config: EngineConfig) -> float:
@@ -135,10 +150,11 @@ def _start_local() -> None:
             return
 
 
-def _session_folder() -> Path:
+def _own_node() -> OwnNode:
     node = ray._private.worker._global_node
     assert node is not None, "Ray is started"
-    return Path(node.get_session_dir_path())
+    (raylet,) = node.all_processes["raylet"]
+    return OwnNode(session_folder=Path(node.get_session_dir_path()), raylet_pid=raylet.process.pid)
 
 
 def _whole() -> dict[str, float]:

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from wavepp.actors.driver import DriverCore, driver_options
 from wavepp.actors.ray.pipeline import RayPlanes, compile_graph
+from wavepp.actors.ray.semaphores import unlink_semaphores
 from wavepp.actors.ray.stage_actor import RemoteStageActor, StageHandle
 from wavepp.actors.trace import TraceWriter
 from wavepp.config import EngineConfig
@@ -111,6 +112,7 @@ class DriverActor:
             await asyncio.wait(closing, timeout=CLOSE_S_MAX)
         for stage in stages:
             ray.kill(stage)
+        unlink_semaphores()
 
     def _running(self) -> DriverCore:
         if self._core is None:

@@ -15,6 +15,7 @@ import numpy as np
 import ray
 
 from wavepp.actors.ports import Carry, ExecutorFactory, Parcel, StageExecutor
+from wavepp.actors.ray.semaphores import unlink_semaphores
 from wavepp.actors.stage import Prepared, StageCore
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
@@ -67,6 +68,7 @@ class StageActor:
         """Gives back what the executor holds, after the graph is gone."""
         if self._core is not None:
             self._core.executor.close()
+        unlink_semaphores()
 
     def prepare(self, schedule: WaveSchedule) -> Prepared:
         """LOOP: first step of a wave."""
