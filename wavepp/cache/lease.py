@@ -23,7 +23,7 @@ class Lease:
 
     Attributes:
         endpoint: in blocks; what `needed` says of it is pinned in every group.
-        node: holds block endpoint - 1 (or lies below it); None when nothing is pinned.
+        node: holds block endpoint - 1, or a part split off below it; None when nothing is pinned.
     """
 
     attempt: int
@@ -50,10 +50,10 @@ def acquire(parts: Parts, attempt: int, prompt: Prompt, limit: int) -> tuple[Lea
     match = parts.tree.walk(prompt, cap)
     vote = _vote(parts, match.places, bounded=True)
     endpoint = vote.highest(cap * parts.block_size) // parts.block_size
-    node = match.node if parts.pools and endpoint else None
-    for ids in _pinned(parts, match.places, endpoint):
-        assert not (ids < 0).any(), "the endpoint needs a unit that is not held"
+    # The match may reach deeper than the endpoint, into runs that this lease does not pin.
+    node = parts.tree.climb(match.node, endpoint) if match.node and endpoint else None
     for pool, ids in zip(parts.pools, _pinned(parts, match.places, endpoint), strict=True):
+        assert not (ids < 0).any(), "the endpoint needs a unit that is not held"
         pool.pin(ids)
     return Lease(attempt, prompt, node, endpoint), vote
 

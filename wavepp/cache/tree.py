@@ -13,9 +13,9 @@ A recurrent group's "block" i is the snapshot that hangs on the boundary after b
 may be a hole (evicted, or outside a window); a node goes when nothing is left in it. Tokens are
 compared on every walk.
 
-A cursor (node, depth) names a position on a path. A split keeps the lower part in the old node,
-so climbing to the parent until `start < depth` always finds the position again. Paper, section on
-admission (walks); SGLang-style radix tree.
+A cursor (node, depth) names a position on a path. A split keeps the lower part in the old node, so
+climbing to the parent until `start < depth` always finds the position again; a run that is gone
+still knows its parent, for cursors that end above it. Paper, section on admission (walks).
 """
 
 from __future__ import annotations
@@ -136,19 +136,19 @@ class PrefixTree:
 
     def climb(self, node: Node, depth: int) -> Node:
         """The node that holds block depth - 1, from a node at or below it."""
-        assert node.alive, "a cursor's node is gone"
         while node.start >= depth and node.parent is not None:
             node = node.parent
+        assert node.alive, "a cursor's run is gone"
         assert node.start < depth <= node.end, (node.start, depth, node.end)
         return node
 
     def valid(self, node: Node | None, depth: int) -> bool:
         """Whether the cursor still names a position of the tree."""
-        if node is None or not node.alive:
+        if node is None:
             return False
         while node.start >= depth and node.parent is not None:
             node = node.parent
-        return node.start < depth <= node.end
+        return node.alive and node.start < depth <= node.end
 
     def _join(self, parts: list[Int32Array]) -> Int32Array:
         if len(parts) == 1:
