@@ -11,14 +11,14 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from device import Device
+from stage_node import Node, Wave
 
 from wavepp.cache.keys import encode_namespace, make_prompt
 from wavepp.cache.store import StageCache
-from wavepp.cache.types import CacheConfig, GroupSpec, Materialized, Prompt
+from wavepp.cache.types import CacheConfig, GroupSpec, Prompt
 from wavepp.control.log import AppliedLog, DecisionLog
 from wavepp.protocol.books import LeaderOptions
 from wavepp.protocol.capacity import smallest_capacity
@@ -29,6 +29,7 @@ from wavepp.protocol.facts import (
     Refused,
     RequestArrived,
     RequestCancelled,
+    RequestFailed,
     RequestServed,
     SpanPlanned,
     StageAnswered,
@@ -37,15 +38,10 @@ from wavepp.protocol.facts import (
 )
 from wavepp.protocol.leader import LeaderMachine
 from wavepp.protocol.messages import (
-    NO_WAVE,
-    Abort,
     Admit,
-    Announce,
     Decision,
-    Free,
     LogEntry,
     SpanPlan,
-    Undo,
 )
 from wavepp.protocol.stage import StageMachine
 from wavepp.protocol.votes import RoundAnswer, RoundAsk
@@ -65,85 +61,13 @@ def recurrent(units: int, name: str = "state") -> GroupSpec:
     return GroupSpec(name=name, kind="recurrent", units=units)
 
 
-def config(*groups: GroupSpec, slots: int = 8, headroom: int = 0, **options: Any) -> CacheConfig:
+def config(
+    *groups: GroupSpec, slots: int = 8, headroom: int = 0, block: int = BLOCK, **options: Any
+) -> CacheConfig:
     """One stage's cache; `headroom` in tokens (2PM)."""
     return CacheConfig(
-        block_size=BLOCK, groups=groups, slots=slots, headroom_tokens=headroom, **options
+        block_size=block, groups=groups, slots=slots, headroom_tokens=headroom, **options
     )
-
-
-@dataclass
-class Wave:
-    number: WaveNumber
-    spans: tuple[SpanPlan, ...]
-    entries: tuple[LogEntry, ...]
-    apply_to: LogNumber
-
-
-@dataclass
-class Node:
-    """One stage: machine, cache, log, device, and the fences it keeps (control's part)."""
-
-    machine: StageMachine
-    cache: StageCache
-    log: AppliedLog
-    device: Device
-    decisions: list[Decision] = field(default_factory=list)
-    running: dict[RequestId, int] = field(default_factory=dict)  # admitted -> attempt
-    prompts: dict[RequestId, Prompt] = field(default_factory=dict)  # of admitted ones
-    sequences: dict[RequestId, Materialized] = field(default_factory=dict)
-    positions: dict[RequestId, int] = field(default_factory=dict)
-    fences: dict[RequestId, WaveNumber] = field(default_factory=dict)
-    finished: WaveNumber = NO_WAVE
-    waves: list[Wave] = field(default_factory=list)  # handed over by the stage before, in order
-
-    def apply(self, entries: Sequence[LogEntry], apply_to: LogNumber) -> None:
-        for decision in self.log.take_new(entries, apply_to=apply_to):
-            self.decisions.append(decision)
-            prompt = self.machine.prompt(decision.request_id)
-            self.machine.apply(decision)
-            request_id = decision.request_id
-            if isinstance(decision, Admit) and prompt is not None:
-                self.running[request_id] = decision.attempt
-                self.prompts[request_id] = prompt
-                self.positions[request_id] = decision.endpoint
-            elif isinstance(decision, Undo | Abort | Free) and request_id in self.running:
-                self.fences[request_id] = decision.fence_wave
-        self.release_due()
-
-    def release_due(self) -> None:
-        for request_id in [name for name, wave in self.fences.items() if wave <= self.finished]:
-            self.machine.release(request_id)
-            del self.fences[request_id], self.running[request_id], self.prompts[request_id]
-            del self.positions[request_id]
-            self.sequences.pop(request_id, None)
-
-    def execute(self, wave: Wave) -> None:
-        assert wave.number == self.finished + 1, (wave, self.finished)
-        self.apply(wave.entries, wave.apply_to)
-        for span in wave.spans:
-            self.execute_span(span)
-        self.finished = wave.number
-        self.release_due()
-
-    def execute_span(self, span: SpanPlan) -> None:
-        request_id, end = span.request_id, span.start + span.length
-        assert self.running[request_id] == span.attempt, span
-        prompt = self.prompts[request_id]
-        if request_id not in self.sequences:
-            self.sequences[request_id] = self.cache.materialize(request_id)
-            assert self.sequences[request_id].endpoint == span.start, span
-            self.device.begin(prompt, self.sequences[request_id])
-        assert self.positions[request_id] == span.start, (self.positions, span)
-        self.positions[request_id] = end
-        junctions = [p for p in self.machine.junctions(request_id) if span.start < p <= end]
-        points = {*junctions, *([prompt.tail] if span.start < prompt.tail <= end else [])}
-        orders = self.cache.snapshot_orders(request_id, sorted(points), junctions=junctions)
-        self.device.perform(orders.effects)
-        self.device.run(prompt, self.sequences[request_id], (span.start, end), orders.orders)
-        self.cache.publish(request_id, end)
-        for order in orders.orders:
-            self.cache.snapshot_taken(request_id, order.position)
 
 
 class Cluster:
@@ -161,21 +85,25 @@ class Cluster:
         fail: float = 0.0,
         work_wanted: int | None = None,
         lanes_max: int = 4,
+        refuse_on_arrival: bool = True,
         **options: Any,
     ) -> None:
+        self.block = configs[0].block_size
+        self.refuse_on_arrival = refuse_on_arrival
+        self.before_claims: Callable[[], None] | None = None  # once, between hints and claims
         self.random = random.Random(seed)
         self.wave_tokens, self.ring_depth, self.delay_s = wave_tokens, ring_depth, delay_s
         self.duplicate, self.fail, self.work_wanted = duplicate, fail, work_wanted
         capacity = smallest_capacity(
             [cache.groups for cache in configs],
-            block_size=BLOCK,
+            block_size=self.block,
             headroom_tokens=configs[0].headroom_tokens,
         )
         self.capacity = capacity
         self.leader = LeaderMachine(
             LeaderOptions(
                 num_stages=len(configs),
-                block_size=BLOCK,
+                block_size=self.block,
                 lanes_max=lanes_max,
                 oversized_over=capacity.oversized_over,
                 **options,
@@ -187,12 +115,13 @@ class Cluster:
         self.outcomes: dict[str, str] = {}
         self.refusals: dict[str, Refused] = {}
         self.admissions: list[tuple[str, int]] = []  # name, endpoint; in the order admitted
-        self.computed: dict[str, int] = {}
+        self.arrived: list[str] = []
         self.decisions: list[Decision] = []
         self.rounds = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
         self._prompts: dict[RequestId, Prompt] = {}
+        self._produced: dict[RequestId, int] = {}
         self._awaited: set[int] = set()
         self._ring: dict[WaveNumber, Wave] = {}
         self._back: set[WaveNumber] = set()
@@ -205,9 +134,20 @@ class Cluster:
 
     # -- the user --------------------------------------------------------------------------------
 
-    def submit(self, name: str, tokens: Sequence[int], *, salt: str = "", at: float = 0.0) -> None:
+    def submit(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        *,
+        salt: str = "",
+        at: float = 0.0,
+        max_tokens: int = 1,
+    ) -> None:
         """A request arrives; one that fits no empty pool is refused then and there (B1)."""
-        self.at(at, lambda: self._arrive(RequestId(name), tokens, salt))
+        namespace = encode_namespace(salt)
+        room = max(max_tokens - 1, 0)
+        prompt = make_prompt(tokens, self.block, namespace=namespace, room_tokens=room)
+        self.at(at, lambda: self._arrive(RequestId(name), prompt))
 
     def abort(self, name: str, *, at: float = 0.0) -> None:
         """Somebody gives up, in whatever state it is."""
@@ -236,7 +176,7 @@ class Cluster:
     def finish(self) -> None:
         """Runs to the end, and asserts that everybody got an answer and nothing is left."""
         self.run()
-        assert set(self.outcomes) == set(self.computed), self.stories()
+        assert set(self.outcomes) == set(self.arrived), self.stories()
         self.conserve()
 
     def conserve(self) -> None:
@@ -266,7 +206,7 @@ class Cluster:
         """Puts a prefix into one stage's cache only, as if a request had computed it there."""
         node, name = self.nodes[stage], RequestId("warmer")
         for end in [*snapshots, len(tokens)]:
-            prompt = make_prompt([*tokens[:end], -1], BLOCK)
+            prompt = make_prompt([*tokens[:end], -1], self.block)
             vote = node.cache.claim(name, 1, prompt, 0)
             assert vote.committed, vote
             sequence = node.cache.materialize(name)
@@ -282,10 +222,10 @@ class Cluster:
 
     # -- the driver ------------------------------------------------------------------------------
 
-    def _arrive(self, request_id: RequestId, tokens: Sequence[int], salt: str) -> None:
-        prompt = make_prompt(tokens, BLOCK, namespace=encode_namespace(salt))
-        self.computed[request_id] = 0
-        if self.capacity.tokens is not None and prompt.num_tokens > self.capacity.tokens:
+    def _arrive(self, request_id: RequestId, prompt: Prompt) -> None:
+        self.arrived.append(request_id)
+        held, most = prompt.num_tokens + prompt.room_tokens, self.capacity.tokens
+        if self.refuse_on_arrival and most is not None and held > most:
             self.outcomes[request_id] = "refused on arrival"
             return
         self._prompts[request_id] = prompt
@@ -295,6 +235,7 @@ class Cluster:
                 request_id=request_id,
                 serial=self._serial,
                 num_tokens=prompt.num_tokens,
+                room_tokens=prompt.room_tokens,
                 reuse_cap=prompt.reuse_cap,
                 keys=prompt.keys,
             )
@@ -351,6 +292,9 @@ class Cluster:
                 self.at(timer, lambda: None)
             return
         self.rounds += 1
+        if plan.ask.claims and self.before_claims is not None:
+            hook, self.before_claims = self.before_claims, None
+            hook()
         for decision in (*plan.decisions, *plan.announce):
             self._log(decision)
         names = [announce.request_id for announce in plan.announce]
@@ -399,7 +343,8 @@ class Cluster:
         room, spans = self.wave_tokens, []
         number = WaveNumber(self._waves + 1)
         for record in self.leader.admitted:
-            left = record.arrival.num_tokens - record.run.planned
+            known = record.arrival.num_tokens + self._produced.get(record.request_id, 0)
+            left = known - record.run.planned
             length = min(left, room)
             if length == 0:
                 continue
@@ -452,13 +397,27 @@ class Cluster:
             self._tell(StageCounted(stage=node.log.stage, counters=node.machine.counters))
         self._tell(WaveReturned(wave=wave.number, computed=done))
         for span in live:
-            self.computed[span.request_id] += span.length
             if self.random.random() < self.fail:
-                self.computed[span.request_id] = 0
-                self._tell(AttemptFailed(request_id=span.request_id))
+                self._failed(span.request_id)
             elif span.final:
-                self.outcomes[span.request_id] = "done"
-                self._tell(RequestServed(request_id=span.request_id))
+                self._completed(span.request_id)
+
+    def _failed(self, request_id: RequestId) -> None:
+        """Somebody was at fault: this request, or another one of its wave."""
+        if self.random.random() < 0.3:
+            self.outcomes[request_id] = "error"
+            self._tell(RequestFailed(request_id=request_id))
+        else:
+            self._produced.pop(request_id, None)
+            self._tell(AttemptFailed(request_id=request_id))
+
+    def _completed(self, request_id: RequestId) -> None:
+        """All known tokens are computed: one more token, or the end."""
+        if self._produced.get(request_id, 0) < self._prompts[request_id].room_tokens:
+            self._produced[request_id] = self._produced.get(request_id, 0) + 1
+            return
+        self.outcomes[request_id] = "done"
+        self._tell(RequestServed(request_id=request_id))
 
     def _is_live(self, span: SpanPlan) -> bool:
         record = self.leader.record(span.request_id)
@@ -476,6 +435,3 @@ def edges_taken(clusters: Sequence[Cluster]) -> Counter[Any]:
 def distinct(count: int, start: int) -> list[int]:
     """T(n): tokens that no other prompt has, if `start` differs by enough."""
     return list(range(start, start + count))
-
-
-__all__ = ["BLOCK", "Announce", "Cluster", "attention", "config", "distinct", "recurrent"]

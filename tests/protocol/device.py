@@ -63,13 +63,13 @@ class Device:
         for spec in self.cache.config.groups:
             if not spec.paged:
                 assert sequence.slot is not None
-                if position % size == 0:
+                if position % size == 0 and position <= prompt.num_tokens:
                     expected = (prompt.keys[position // size - 1], position) if position else EMPTY
                     assert self.slots[spec.name, sequence.slot] == expected, (spec, position)
                 continue
             table = sequence.block_tables[spec.name]
             lowest = 0 if spec.window is None else max(position - spec.window, 0) // size
-            for block in range(lowest, position // size):
+            for block in range(lowest, min(position // size, len(prompt.keys))):
                 held = self.units.get((spec.name, int(table[block])))
                 assert held == prompt.keys[block], (spec.name, block, position)
 
@@ -94,5 +94,5 @@ class Device:
                 key = prompt.keys[order.position // size - 1]
                 self.units[name, unit] = (key, order.position)
         for name in self.recurrent:
-            if end % size == 0:
+            if end % size == 0 and end <= prompt.num_tokens:
                 self.slots[name, sequence.slot] = (prompt.keys[end // size - 1], end)  # type: ignore[index]
