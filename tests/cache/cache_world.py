@@ -75,6 +75,10 @@ class World:
         limit = prompt.reuse_cap if limit is None else limit
         return self.cache.claim(RequestId(rid), 1, prompt, limit, **options)
 
+    def lease(self, rid: str, prompt: Prompt, limit: int) -> LeaseVote:
+        self.prompts[rid] = prompt
+        return self.cache.lease(RequestId(rid), 1, prompt, limit)
+
     def admit(self, rid: str, prompt: Prompt, limit: int | None = None) -> LeaseVote:
         """Claims, moves to where the lease got to, and undoes on a refusal."""
         vote = self.claim(rid, prompt, limit)

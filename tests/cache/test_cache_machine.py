@@ -18,7 +18,7 @@ class StageCacheMachine(RuleBasedStateMachine):
     order."""
 
     groups = (attention(12),)
-    options: dict = {}
+    caching = True
 
     @initialize(headroom=st.sampled_from([0, 0, 8]), most=st.sampled_from([2, 8]))
     def build(self, headroom: int, most: int) -> None:
@@ -27,7 +27,7 @@ class StageCacheMachine(RuleBasedStateMachine):
             slots=3,
             headroom_tokens=headroom,
             max_snapshots_per_path=most,
-            **self.options,
+            enable_prefix_caching=self.caching,
         )
         self.count = 0
         self.claimed: list[str] = []
@@ -169,7 +169,7 @@ class SlidingMachine(StageCacheMachine):
 
 class NoCachingMachine(StageCacheMachine):
     groups = (attention(12), recurrent(2))
-    options = {"enable_prefix_caching": False}
+    caching = False
 
 
 SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None)

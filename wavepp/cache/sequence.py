@@ -176,7 +176,7 @@ def attach_at(parts: Parts, sequence: Sequence, low: int, places: Int32Array) ->
     node = sequence.node
     if low == 0:
         return tree.attach((None, 0), prompt, places)
-    if tree.valid(node, low):
+    if tree.valid(node, low, prompt):
         return tree.attach((node, low), prompt, places)
     match = tree.walk(prompt, low)
     holes = np.full((len(parts.pools), low - match.depth), -1, dtype=np.int32)

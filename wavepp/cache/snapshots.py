@@ -147,7 +147,7 @@ def taken(parts: Parts, sequence: RunningSequence, position: int) -> None:
     for group, unit in units.items():
         places[group, -1] = unit
     done = attach_at(parts, sequence, depth - 1, places)
-    if not parts.tree.valid(sequence.node, sequence.published):
+    if sequence.published == depth:
         sequence.node = done.node
     keep = position in sequence.junctions
     for group, unit in units.items():

@@ -142,13 +142,20 @@ class PrefixTree:
         assert node.start < depth <= node.end, (node.start, depth, node.end)
         return node
 
-    def valid(self, node: Node | None, depth: int) -> bool:
-        """Whether the cursor still names a position of the tree."""
+    def valid(self, node: Node | None, depth: int, prompt: Prompt) -> bool:
+        """Whether the cursor still names this prompt's position, though nothing there is pinned.
+
+        What lies above a living run never changes; its own end may have been cut off and
+        grown again with other tokens, so those are compared.
+        """
         if node is None:
             return False
         while node.start >= depth and node.parent is not None:
             node = node.parent
-        return node.alive and node.start < depth <= node.end
+        if not node.alive or not node.start < depth <= node.end:
+            return False
+        ours = node.raw if depth == node.end else node.raw[: (depth - node.start) * self._step]
+        return prompt.raw.startswith(ours, node.start * self._step)
 
     def _join(self, parts: list[Int32Array]) -> Int32Array:
         if len(parts) == 1:
