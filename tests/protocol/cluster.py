@@ -44,6 +44,7 @@ from wavepp.protocol.messages import (
     SpanPlan,
 )
 from wavepp.protocol.stage import StageMachine
+from wavepp.protocol.states import Phase
 from wavepp.protocol.votes import RoundAnswer, RoundAsk
 from wavepp.units import LogNumber, RequestId, StageIndex, WaveNumber
 
@@ -163,15 +164,20 @@ class Cluster:
         for _ in range(EVENTS_MAX):
             if not self._heap or (until is not None and self._heap[0][0] > until):
                 break
-            self.now, _, action = heapq.heappop(self._heap)
-            action()
-            self._turn()
-            self.leader.check()
-            self._check_admission()
+            self.step()
         else:
             raise AssertionError(f"{EVENTS_MAX} events and no end: {self.stories()}")
         if until is not None:
             self.now = max(self.now, until)
+
+    def step(self) -> None:
+        """The next event, and the driver's turn after it."""
+        self.now, _, action = heapq.heappop(self._heap)
+        action()
+        self._turn()
+        self.leader.check()
+        for node in self.nodes:
+            node.machine.check()
 
     def finish(self) -> None:
         """Runs to the end, and asserts that everybody got an answer and nothing is left."""
@@ -272,9 +278,14 @@ class Cluster:
             assert request.vote.is_committed, request
             assert request.vote.endpoint == decision.endpoint, request
 
-    def _check_admission(self) -> None:
-        for node in self.nodes:
-            node.machine.check()
+    def _first_come_first_served(self, ask: RoundAsk) -> None:
+        """Checker 9: claims in order of arrival, and nobody passes one who waits for capacity."""
+        records = [self.leader.books.records[claim.request_id] for claim in ask.claims]
+        serials = [record.serial for record in records]
+        assert serials == sorted(serials), serials
+        for record in self.leader.books.near():
+            if record.phase is Phase.WAITING and serials:
+                assert record.serial > serials[-1], (record.request_id, ask.claims)
 
     def _turn(self) -> None:
         while len(self._ring) < self.ring_depth and self._plan():
