@@ -183,6 +183,10 @@ def _attend_prefix(
         k, v = (_split(x, (n, end - begin)) for x in (k, v))
         mask = None if prefix.mask is None else prefix.mask[..., begin:end]
         out, lse = attend(folded, k, v, causal=False, mask=mask, scale=scale)
+        if mask is not None and begin:  # a shorter sequence may have no key in this part
+            none = ~mask.any(-1)
+            out = out.masked_fill(none.unsqueeze(-1), 0.0)
+            lse = lse.masked_fill(none, float("-inf"))
         part = (_unfold(out, length), _unfold(lse.transpose(1, 2), length).transpose(1, 2))
         scored = part if scored is None else merge(scored, part)
     assert scored is not None
