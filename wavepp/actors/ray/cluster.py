@@ -14,10 +14,10 @@ import math
 import os
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from wavepp.actors.ray.semaphores import sweep_semaphores
@@ -32,21 +32,14 @@ CPU_STEP = 0.01
 CPUS_PER_STAGE_MIN = 0.01
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnNode:
-    """What a cluster that was started here leaves behind when it ends."""
-
-    session_folder: Path
-    raylet_pid: int
-
-
 class Cluster:
     """A connection to Ray, made by `join_or_start`."""
 
-    def __init__(self, *, connected_here: bool, own: OwnNode | None) -> None:
+    def __init__(self, *, connected_here: bool, raylet_pid: int | None) -> None:
+        """`raylet_pid`: of the node that was started here, else None."""
         self._connected_here = connected_here
-        self._own = own
-        if own is not None:  # a program may end without closing its engine
+        self._raylet_pid = raylet_pid
+        if raylet_pid is not None:  # a program may end without closing its engine
             atexit.register(self.leave)
 
     @classmethod
@@ -57,27 +50,26 @@ class Cluster:
             ConfigError: RAY_ADDRESS names a cluster that does not answer.
         """
         if ray.is_initialized():
-            return cls(connected_here=False, own=None)
+            return cls(connected_here=False, raylet_pid=None)
         if os.environ.get("RAY_ADDRESS"):
             try:
                 ray.init(log_to_driver=False, logging_level=logging.ERROR)
             except ConnectionError as error:
                 address = os.environ["RAY_ADDRESS"]
                 raise ConfigError(f"RAY_ADDRESS {address!r}: {error}") from None
-            return cls(connected_here=True, own=None)
-        _start_local()
-        return cls(connected_here=True, own=_own_node())
+            return cls(connected_here=True, raylet_pid=None)
+        return cls(connected_here=True, raylet_pid=_start_local())
 
     def leave(self) -> None:
         """Undoes what `join_or_start` did. Safe to call twice."""
         if self._connected_here and ray.is_initialized():
             ray.shutdown()
         self._connected_here = False
-        own, self._own = self._own, None
-        if own is not None:
+        raylet_pid, self._raylet_pid = self._raylet_pid, None
+        if raylet_pid is not None:
             atexit.unregister(self.leave)
-            shutil.rmtree(own.session_folder, ignore_errors=True)
-            sweep_semaphores(own.raylet_pid)
+            _remove_sessions()
+            sweep_semaphores(raylet_pid)
 
 
 def cpus_per_stage(config: EngineConfig) -> float:
@@ -130,10 +122,11 @@ def give_back(group: PlacementGroup) -> None:
             remove_placement_group(group)
 
 
-def _start_local() -> None:
+def _start_local() -> int:
+    """Starts a node of our own; returns its raylet's pid."""
     # Ray's workers run at niceness 15; here they are the program itself, not somebody's background.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    for last in [False] * (START_TRIES - 1) + [True]:
+    for tries_left in reversed(range(START_TRIES)):
         try:
             ray.init(
                 address="local",
@@ -143,18 +136,23 @@ def _start_local() -> None:
             )
         except Exception as error:
             ray.shutdown()
-            if last:
+            if not tries_left:
+                _remove_sessions()
                 raise ConfigError(f"Ray did not start on this machine: {error}") from error
             logger.warning("Ray did not start, trying once more: %s", error)
         else:
-            return
-
-
-def _own_node() -> OwnNode:
+            break
     node = ray._private.worker._global_node
     assert node is not None, "Ray is started"
     (raylet,) = node.all_processes["raylet"]
-    return OwnNode(session_folder=Path(node.get_session_dir_path()), raylet_pid=raylet.process.pid)
+    return int(raylet.process.pid)
+
+
+def _remove_sessions() -> None:
+    """Removes the session folders of nodes this process started: their names end with its pid."""
+    parent = Path(get_default_ray_temp_dir())  # type: ignore[no-untyped-call]
+    for folder in parent.glob(f"session_*_{os.getpid()}"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _whole() -> dict[str, float]:
