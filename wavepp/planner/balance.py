@@ -1,97 +1,211 @@
-"""Waves of equal time: as many as MPU wants, cut by what the slowest stage needs for them.
+"""Waves of equal time on the slowest stage: the policy that counts in seconds instead of tokens.
 
-Owns: the time one wave may take, and the room of a wave counted in time. May not: measure, pack.
+Owns: the time one wave may take, and the room of a wave counted in time. May not: measure, or pack.
 Goes beyond the paper, which counts tokens only and loses to static packing where context is long.
+
+Legend: P stages; M, b_min largest and smallest budget; S waves wanted (budget.py); c0 the constant
+of a wave's time; V the work in the pipeline (admitted and not done), in seconds of the slowest
+stage without the constants; v the work of one wave; c requests with work; g how unequal they are.
+
+MPU says how many waves there must be: while S waves of M tokens are there, waves take M. With less
+work they get smaller, never more than S of them, by what the slowest stage would lose:
+
+    loss(v) = (1 + c0 / v) * (max(1, 1/c + (P-1) v / V) + g (P-1) v / V)
+               constants      waves too few for P stages   a long wave blocks short ones
+
+1/c + (P-1)/n is the share of a stage's time for n = V/v waves of c requests that each come back for
+more when they are through: n waves, then P-1 to pass the other stages. The last term also stands
+for the pipeline's filling and draining. `best_wave_work` is the v of least loss.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from wavepp.planner.budget import WaveGoals, waves_available
+from wavepp.planner.budget import WaveGoals
 from wavepp.planner.demand import Demand
-from wavepp.planner.packing import Cut, Piece
-from wavepp.planner.sizing import MpuSizing, WaveSize, packing_rules
+from wavepp.planner.packing import Cut, Piece, TokenRoom
+from wavepp.planner.sizing import WaveSize, packing_rules
 from wavepp.planner.wave_time import StageCosts, WaveLoad, WaveTimeModel, span_context
-from wavepp.units import WaveNumber
+from wavepp.units import RequestId, WaveNumber
+
+SPREAD_ALIKE = 0.1
+"""g when all requests are alike: what filling and draining costs."""
+
+SPREAD_PER_VARIATION = 0.17
+"""g for each unit of the squared coefficient of variation of request sizes; both numbers were
+chosen on the virtual pipeline of the tests.
+"""
+
+SPREAD_WINDOW = 64
+"""Requests over which sizes are compared."""
+
+STRETCH = 1.1
+"""A piece that is longer than the wave's time by no more than this factor is not cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineWork:
+    """What `best_wave_work` weighs. Seconds are those of the slowest stage.
+
+    Attributes:
+        seconds: V. requests: c, at least 1. spread: g.
+    """
+
+    seconds: float
+    requests: int
+    spread: float
+
+
+def best_wave_work(work: PipelineWork, *, constant_s: float, num_stages: int) -> float:
+    """The v of least loss (module docstring), in seconds; V itself on one stage.
+
+    Args:
+        constant_s: c0.
+    """
+    others = num_stages - 1
+    if others == 0:
+        return work.seconds
+    few = constant_s * work.seconds / (work.requests * (1 + work.spread) * others)
+    enough = work.seconds * (1 - 1 / work.requests) / others  # n waves of this keep P stages busy
+    if few >= enough * enough:
+        return math.sqrt(few)
+    return min(enough, math.sqrt(constant_s * work.seconds / (work.spread * others)))
+
+
+class SizeSpread:
+    """g, from the sizes of the requests seen last."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[int] = deque(maxlen=SPREAD_WINDOW)
+        self._known: dict[RequestId, None] = {}  # admitted ones that were counted
+
+    def observe(self, demand: Demand) -> None:
+        """Counts each request once, when it is first seen."""
+        present = [piece.request_id for piece in demand.pieces]
+        for piece in demand.pieces:
+            if piece.request_id not in self._known:
+                self._sizes.append(piece.remaining)
+        self._known = dict.fromkeys([*present, *(chunk.request_id for chunk in demand.chunks)])
+
+    @property
+    def value(self) -> float:
+        """g."""
+        count = len(self._sizes)
+        if count == 0:
+            return SPREAD_ALIKE
+        mean = sum(self._sizes) / count
+        variance = sum((size - mean) ** 2 for size in self._sizes) / count
+        return SPREAD_ALIKE + SPREAD_PER_VARIATION * variance / (mean * mean)
 
 
 class TimeRoom:
-    """Room for `seconds` of work on one stage, and for no more than `tokens_max` tokens."""
+    """Room for `seconds` of work on one stage, and for no more than `tokens_max` tokens.
+
+    The first piece, when it is longer, is cut into equal times, not into full waves and a rest.
+    """
 
     def __init__(
         self, costs: StageCosts, *, seconds: float, tokens_max: int, tokens_min: int
     ) -> None:
         self._costs = costs
         self._seconds = seconds
-        self._seconds_left = seconds
+        self._used = 0.0
         self._tokens_left = tokens_max
         self._tokens_min = tokens_min
-        self._used = False
 
     def tokens_for(self, piece: Piece) -> int:
-        """What fits by time and by tokens; a wave that holds nothing takes at least b_min."""
-        fitting = self._costs.tokens_within(piece.start, self._seconds_left * (1 + 1e-9))
-        if not self._used:
-            fitting = max(fitting, self._tokens_min)
-        return min(fitting, self._tokens_left)
+        """What fits by time and by tokens; a wave that holds nothing takes at least `tokens_min`
+        of what there is.
+        """
+        work = self._costs.work_seconds(_load_of_piece(piece))
+        most = self._seconds * STRETCH
+        if self._used + work <= most:
+            return min(piece.remaining, self._tokens_left)
+        if self._used > 0:
+            fitting = self._costs.tokens_within(piece.start, self._seconds - self._used)
+            return min(fitting, self._tokens_left)
+        part = work / math.ceil(work / most)
+        fitting = self._costs.tokens_within(piece.start, part * (1 + 1e-9))
+        return min(max(fitting, self._tokens_min), self._tokens_left)
 
     def take(self, cut: Cut) -> None:
         """The span is in the wave."""
         load = WaveLoad(tokens=cut.length, context=span_context(cut.start, cut.length))
-        self._used = True
         self._tokens_left -= cut.length
-        self._seconds_left -= self._costs.work_seconds(load)
+        self._used += self._costs.work_seconds(load)
         assert self._tokens_left >= 0, self._tokens_left
 
     @property
     def is_half_full(self) -> bool:
         """At least half of the time is taken."""
-        return 2 * self._seconds_left <= self._seconds
+        return 2 * self._used >= self._seconds
 
 
 class BalancedSizing:
-    """MPU's number of waves, in equal time on the slowest stage."""
+    """As many waves as MPU wants, in equal time."""
 
-    def __init__(self, goals: WaveGoals, costs: Sequence[StageCosts] | None) -> None:
+    def __init__(self, goals: WaveGoals, costs: Sequence[StageCosts] | None = None) -> None:
         self.goals = goals
-        self.mpu = MpuSizing(goals)
-        self.model = WaveTimeModel(costs or [None] * goals.num_stages)
-        self._loads: dict[WaveNumber, WaveLoad] = {}
+        self.model = WaveTimeModel(costs if costs is not None else [None] * goals.num_stages)
+        self._spread = SizeSpread()
+        self._launched: deque[tuple[WaveNumber, WaveLoad]] = deque(maxlen=goals.ring_depth)
 
     def size(self, demand: Demand) -> WaveSize:
-        """T / n of the slowest stage's time."""
-        budget = self.mpu.propose(demand)
-        waves = waves_available(demand.lengths(), budget)
-        load = _load_of(demand)
+        """M tokens while S such waves are there, else the time of least loss."""
+        self._spread.observe(demand)
+        top = self.goals.ladder[0]
+        load = self._load_in_pipeline(demand)
         costs = self.model.slowest(load)
-        room = TimeRoom(
-            costs,
-            seconds=costs.work_seconds(load) / waves,
-            tokens_max=self.goals.ladder[0],
-            tokens_min=self.goals.wave_tokens_min,
-        )
+        seconds = self._wave_work(demand, load, costs)
+        start = demand.pieces[0].start
+        full = WaveLoad(tokens=top, context=span_context(start, top))
+        if load.tokens >= self.goals.waves_wanted * top or seconds >= costs.work_seconds(full):
+            rules = packing_rules(self.goals, top, fills_up=True)
+            return WaveSize(budget=top, room=TokenRoom(top), rules=rules)
+        budget = max(costs.tokens_within(start, seconds), self.goals.wave_tokens_min)
         rules = packing_rules(self.goals, budget, fills_up=False)
+        room = TimeRoom(costs, seconds=seconds, tokens_max=top, tokens_min=rules.tail_tokens_min)
         return WaveSize(budget=budget, room=room, rules=rules)
 
     def decided(self, wave: WaveNumber, cuts: Sequence[Cut]) -> None:
-        """Remembers what the wave holds until it was timed."""
-        self.mpu.decided(wave, cuts)
-        self._loads[wave] = WaveLoad.of(cuts)
+        """Remembers what the wave holds while it may be in the ring."""
+        self._launched.append((wave, WaveLoad.of(cuts)))
 
     def timed(self, wave: WaveNumber, stage_seconds: Sequence[float]) -> None:
         """Feeds the model."""
-        load = self._loads.get(wave)
-        for older in [number for number in self._loads if number <= wave]:
-            del self._loads[older]
-        if load is not None:
-            self.model.add(load, stage_seconds)
+        for number, load in self._launched:
+            if number == wave:
+                self.model.add(load, stage_seconds)
+
+    def _wave_work(self, demand: Demand, load: WaveLoad, costs: StageCosts) -> float:
+        """v: of least loss, but no more than S waves. Requests about to be admitted count too, as
+        if they were like those that are: the first of a burst is not cut as if it were alone.
+        """
+        names = {piece.request_id for piece in demand.pieces}
+        names |= {chunk.request_id for chunk in demand.chunks}
+        requests = len(names) + demand.in_admission
+        seconds = costs.work_seconds(load) * requests / len(names)
+        best = best_wave_work(
+            PipelineWork(seconds=seconds, requests=requests, spread=self._spread.value),
+            constant_s=costs.c0,
+            num_stages=self.goals.num_stages,
+        )
+        return max(best, seconds / self.goals.waves_wanted)
+
+    def _load_in_pipeline(self, demand: Demand) -> WaveLoad:
+        """All waves in the ring, and all that is left to plan."""
+        in_ring = list(self._launched)[len(self._launched) - demand.ring_waves :]
+        loads = [load for _, load in in_ring] if demand.ring_waves else []
+        loads.extend(_load_of_piece(piece) for piece in demand.pieces)
+        return WaveLoad(
+            tokens=sum(load.tokens for load in loads),
+            context=sum(load.context for load in loads),
+        )
 
 
-def _load_of(demand: Demand) -> WaveLoad:
-    spans = [(piece.start, piece.remaining) for piece in demand.pieces]
-    spans += [(chunk.start, chunk.length) for chunk in demand.chunks]
-    return WaveLoad(
-        tokens=sum(length for _, length in spans),
-        context=sum(span_context(start, length) for start, length in spans),
-    )
+def _load_of_piece(piece: Piece) -> WaveLoad:
+    return WaveLoad(tokens=piece.remaining, context=span_context(piece.start, piece.remaining))
