@@ -126,6 +126,8 @@ def test_demand_is_the_suffix_and_what_must_come_back() -> None:
     assert demand(recurrent(9), prompt, 2, 0, caching=True) == 1
     assert demand(recurrent(9), prompt, 4, 0, caching=True) == 0  # the tail is there already
     assert demand(recurrent(9), prompt, 0, 0, caching=False) == 0
+    assert demand(recurrent(1), prompt, 0, 0, caching=True) == 1
+    assert demand(recurrent(1), prompt, 2, 0, caching=True) == 0  # the lease needs the only one
     assert demand(recurrent(0), prompt, 0, 0, caching=True) == 0
 
 

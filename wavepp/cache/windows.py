@@ -115,5 +115,8 @@ def demand(
     """
     if spec.paged:
         return prompt.blocks_total - endpoint + host_blocks
-    takes_tail = caching and spec.units > 0 and prompt.tail // prompt.block_size > endpoint
+    # The leased snapshot keeps a unit of its own until it was copied: with one unit in all there
+    # is no other to promise, and the tail's snapshot is elastic like the rest.
+    beside_lease = spec.units - (1 if endpoint > 0 else 0)
+    takes_tail = caching and beside_lease > 0 and prompt.tail // prompt.block_size > endpoint
     return 1 if takes_tail else 0
