@@ -166,7 +166,7 @@ def test_histories_keep_every_sum_and_every_content(kind: str) -> None:
     expected = {"done", "hit", "moved", "refused", "evicted"}
     if kind.startswith("attention"):
         expected.add("substituted")
-    if "host" in kind:
+    if kind in ("attention_host", "hybrid_host"):
         expected |= {"offloaded", "brought_back"}
     if "recurrent" in kind or "hybrid" in kind:
         expected |= {"thinned", "skipped"}
