@@ -80,7 +80,9 @@ def main(model: str, dtype: str, threads: int) -> None:
     sys.modules["fla"] = None  # type: ignore[assignment]  # its kernels need a GPU even to refuse
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(threads)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from wavepp.console import open_console
 from wavepp.errors import ConfigError
 
 Cell = tuple[str, int, int]
@@ -94,7 +94,7 @@ def run(first: Path, second: Path) -> None:
             f"{rate_b:,.0f}",
             f"{ratio:.3f}",
         )
-    console = Console()
+    console = open_console()
     console.print(made)
     console.print(
         f"geometric mean {found.geometric_mean:.3f}, wins {found.wins} of {len(found.ratios)}",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wavepp.bench.closed_loop import LoopRun
-from wavepp.requests import PrefillResult, StageStats
 
 Row = dict[str, Any]
+NO_WAVE = "no_wave"
 
 
 def make_row(cell: Mapping[str, Any], runs: Sequence[LoopRun], baseline_s: Sequence[float]) -> Row:
@@ -34,7 +35,7 @@ def make_row(cell: Mapping[str, Any], runs: Sequence[LoopRun], baseline_s: Seque
         "p50_s": _median([quantile(run.completions_s, 0.50) for run in runs]),
         "p95_s": _median([quantile(run.completions_s, 0.95) for run in runs]),
         "cached_frac": _median([run.cached_tokens / run.input_tokens for run in runs]),
-        "stage_busy": _by_stage(runs, lambda stage: stage.busy_s),
+        "stage_busy": _by_stage(runs, _busy),
         "gaps": _gaps(runs),
         "waves": _waves(runs),
         "rounds": _median([run.after.rounds - run.before.rounds for run in runs]),
@@ -55,31 +56,37 @@ def _median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def _by_stage(runs: Sequence[LoopRun], seconds_of: Any) -> list[float]:
-    """For each stage the median share of the wall time that `seconds_of` counts."""
-    return [
-        _median(
-            [
-                (seconds_of(run.after.stages[place]) - seconds_of(run.before.stages[place]))
-                / run.wall_s
-                for run in runs
-            ]
-        )
-        for place in range(len(runs[0].after.stages))
-    ]
+def _by_stage(runs: Sequence[LoopRun], shares: Callable[[LoopRun, int], float]) -> list[float]:
+    """For each stage the median over the runs of a share of their wall time."""
+    stages = range(len(runs[0].after.stages))
+    return [_median([shares(run, stage) for run in runs]) for stage in stages]
+
+
+def _busy(run: LoopRun, stage: int) -> float:
+    before, after = run.before.stages[stage], run.after.stages[stage]
+    return (after.busy_s - before.busy_s) / run.wall_s
+
+
+def _waited(run: LoopRun, stage: int, reason: str) -> float:
+    """The share of a run in which a stage waited for one reason.
+
+    A stage notes a wait when it ends, so the first one for a wave began before the run did: waiting
+    for a wave can't be more than what is left beside computing and the other waits.
+    """
+    before, after = run.before.stages[stage].wait_s, run.after.stages[stage].wait_s
+    share = (after.get(reason, 0.0) - before.get(reason, 0.0)) / run.wall_s
+    if reason != NO_WAVE:
+        return share
+    others = sum(_waited(run, stage, other) for other in after if other != NO_WAVE)
+    return max(0.0, min(share, 1.0 - _busy(run, stage) - others))
 
 
 def _gaps(runs: Sequence[LoopRun]) -> dict[str, list[float]]:
     """Why stages did not compute: reason -> share of the wall time, by stage."""
     reasons = sorted({reason for stage in runs[0].after.stages for reason in stage.wait_s})
-
-    def waited(reason: str) -> Any:
-        def seconds(stage: StageStats) -> float:
-            return float(stage.wait_s.get(reason, 0.0))
-
-        return seconds
-
-    return {reason: _by_stage(runs, waited(reason)) for reason in reasons}
+    return {
+        reason: _by_stage(runs, functools.partial(_waited, reason=reason)) for reason in reasons
+    }
 
 
 def _waves(runs: Sequence[LoopRun]) -> Row:
@@ -101,15 +108,9 @@ def _waves(runs: Sequence[LoopRun]) -> Row:
 
 def _admission_ms(runs: Sequence[LoopRun]) -> float | None:
     """Median milliseconds from arrival to admission; None when nobody noted them."""
-    waits = [
-        wait for run in runs for result in run.results if (wait := _waited(result)) is not None
-    ]
+    timings = [result.timings for run in runs for result in run.results]
+    waits = [t.admitted_s - t.queued_s for t in timings if t.admitted_s is not None]
     return statistics.median(waits) * 1e3 if waits else None
-
-
-def _waited(result: PrefillResult) -> float | None:
-    admitted_s = result.timings.admitted_s
-    return None if admitted_s is None else admitted_s - result.timings.queued_s
 
 
 def _baseline(runs: Sequence[LoopRun], rates: Sequence[float], seconds: Sequence[float]) -> Row:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from wavepp import __version__
@@ -27,6 +26,7 @@ from wavepp.bench.closed_loop import LoopRun, run_closed_loop
 from wavepp.bench.report import Row, make_row
 from wavepp.bench.workloads import Shape, WorkloadName, parse_workloads, prefixes, prompts
 from wavepp.config import EngineConfig
+from wavepp.console import open_console
 from wavepp.engine import Engine, check_folder
 from wavepp.errors import ConfigError
 
@@ -78,7 +78,7 @@ def run(config: EngineConfig, plan: Plan, json_file: Path | None) -> None:
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"json: folder {json_file.parent} does not exist")
     report = asyncio.run(measure(config, plan))
-    Console().print(table(report["rows"]))
+    open_console().print(table(report["rows"]))
     if json_file is not None:
         try:
             json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from wavepp.config import EngineConfig
+from wavepp.console import open_console
 from wavepp.errors import WavePPError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def run_make_tiny(family: str, out: Path) -> None:
     from wavepp.models.tiny import make_tiny
 
     folder = make_tiny(family, out)
-    Console(stderr=True).print(f"{family}: {folder}", highlight=False, soft_wrap=True)
+    open_console(stderr=True).print(f"{family}: {folder}", highlight=False, soft_wrap=True)
 
 
 def run_check_model(config: EngineConfig) -> None:
@@ -43,7 +43,7 @@ def run_check_model(config: EngineConfig) -> None:
     report = check_model(
         config.model, config.pipeline_parallel_size, config.layer_partition, dtype=config.dtype
     )
-    console = Console()
+    console = open_console()
     if report.num_layers:
         console.print(_model_table(report))
     if report.stages:

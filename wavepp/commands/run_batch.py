@@ -17,6 +17,7 @@ from wavepp.batch.files import PIPE
 from wavepp.batch.progress import BarProgress, LineProgress, summary_table
 from wavepp.batch.runner import BatchReport, BatchRun, Progress
 from wavepp.config import EngineConfig
+from wavepp.console import open_console
 from wavepp.engine import Engine, check_folder
 
 
@@ -30,7 +31,7 @@ def run(config: EngineConfig, source: str, target: str, *, resume: bool) -> None
     """
     check_folder(config)
     batch = BatchRun(config, source, target, resume=resume)
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     if batch.is_finished():
         report = batch.finish_without_engine()
     else:
