@@ -8,7 +8,7 @@ of a wave's time; V the work in the pipeline (admitted and not done), in seconds
 stage without the constants; v the work of one wave; c requests with work; g how unequal they are.
 
 MPU says how many waves there must be: while S waves of M tokens are there, waves take M. With less
-work they get smaller, never more than S of them, by what the slowest stage would lose:
+work they get smaller, by what the slowest stage would lose, and never more than 2S of them:
 
     loss(v) = (1 + c0 / v) * (max(1, 1/c + (P-1) v / V) + g (P-1) v / V)
                constants      waves too few for P stages   a long wave blocks short ones
@@ -182,7 +182,8 @@ class BalancedSizing:
                 self.model.add(load, stage_seconds)
 
     def _wave_work(self, demand: Demand, load: WaveLoad, costs: StageCosts) -> float:
-        """v: of least loss, but no more than S waves. Requests about to be admitted count too, as
+        """v: of least loss, but no more than 2S waves, as the ladder's halving may give (S when the
+        constant is not known, which is what keeps waves from getting ever smaller). Requests about to be admitted count too, as
         if they were like those that are: the first of a burst is not cut as if it were alone.
         """
         names = {piece.request_id for piece in demand.pieces}
@@ -194,7 +195,8 @@ class BalancedSizing:
             constant_s=costs.c0,
             num_stages=self.goals.num_stages,
         )
-        return max(best, seconds / self.goals.waves_wanted)
+        finest = 2 * self.goals.waves_wanted if costs.c0 > 0 else self.goals.waves_wanted
+        return max(best, seconds / finest)
 
     def _load_in_pipeline(self, demand: Demand) -> WaveLoad:
         """All waves in the ring, and all that is left to plan."""
