@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ.setdefault(
+    "RAY_worker_niceness", "0"
+)  # the stages are what is tested, not a background job
 # transformers binds fla wherever it is importable, and then fails without a GPU driver.
 sys.modules["fla"] = None  # type: ignore[assignment]
 
@@ -47,16 +52,18 @@ def ray_session() -> Iterator[Any]:
 
     Stages ask for fractions of a CPU, so that eight of them fit two cores.
     """
+    import wavepp.actors.ray  # sets what Ray reads when it is imported
+
+    assert wavepp.actors.ray.GRAPH_ENV
     import ray
 
-    if ray.is_initialized():  # started by another fixture, which also stops it
-        yield ray
-        return
     options: dict[str, Any] = {"num_cpus": 8, "include_dashboard": False, "log_to_driver": False}
     try:
-        ray.init(**options)
+        ray.init(address="local", **options)
     except Exception:
         ray.shutdown()
-        ray.init(**options)
+        ray.init(address="local", **options)
     yield ray
     ray.shutdown()
+    for folder in Path(tempfile.gettempdir(), "ray").glob(f"session_*_{os.getpid()}"):
+        shutil.rmtree(folder, ignore_errors=True)
