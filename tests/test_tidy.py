@@ -90,8 +90,9 @@ def test_functions_are_short_and_take_few_positional_arguments() -> None:
             count = sum(argument.arg not in ("self", "cls") for argument in arguments)
             if lines > FUNCTION_LINES_MAX:
                 problems.append(f"{place(path, function)} {function.name}: {lines} lines")
-            # Tests get their arguments from pytest, commands from typer, both by name.
-            by_name = function.name.startswith("test_") or path.name == "cli.py"
+            # Tests, commands and Hypothesis rules get their arguments by name.
+            ruled = any(ast.unparse(by).startswith("rule(") for by in function.decorator_list)
+            by_name = ruled or function.name.startswith("test_") or path.name == "cli.py"
             if count > POSITIONAL_MAX and not by_name:
                 problems.append(f"{place(path, function)} {function.name}: {count} positional")
     assert problems == []
