@@ -169,7 +169,8 @@ class DriverCore:
                     group.create_task(_run_job(job))
         except* Exception as errors:
             first = errors.exceptions[0]
-            reason = str(first) if isinstance(first, EngineDeadError) else repr(first)
+            dead = isinstance(first, EngineDeadError)
+            reason = str(first) if dead else f"{type(first).__name__}: {first}"
             logger.error("the pipeline stopped: %s", reason)
             self._die(reason)
 

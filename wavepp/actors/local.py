@@ -14,6 +14,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from wavepp.actors.driver import DriverCore, driver_options
@@ -52,11 +53,14 @@ class LocalStage:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the waves that it has; blocks."""
+        """Tells the thread to end after the waves that it has."""
+        self.schedules.put(None)
+
+    def join(self, deadline_s: float) -> None:
+        """Waits for the thread's end, until `deadline_s` on the monotonic clock; blocks."""
         if self._thread.ident is None:
             return
-        self.schedules.put(None)
-        self._thread.join(timeout=STOP_S_MAX)
+        self._thread.join(timeout=max(deadline_s - time.monotonic(), 0.0))
         if self._thread.is_alive():
             logger.error("stage %d still computes and is left behind", self.index)
 
@@ -175,7 +179,10 @@ class LocalPipeline:
             await self._driver.close()
         stages, self._stages = self._stages, []
         for stage in stages:
-            await asyncio.to_thread(stage.stop)
+            stage.stop()
+        deadline_s = time.monotonic() + STOP_S_MAX
+        for stage in stages:
+            await asyncio.to_thread(stage.join, deadline_s)
 
     def _running(self) -> DriverCore:
         if self._driver is None:

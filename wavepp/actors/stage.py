@@ -28,7 +28,7 @@ from wavepp.control.work import ErrorRecord, StageFacts, StageWork
 from wavepp.errors import ProtocolError
 from wavepp.protocol.messages import RoundMessage, RoundReply, WaveSchedule
 from wavepp.requests import StageStats
-from wavepp.units import RequestId, StageIndex
+from wavepp.units import RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +178,14 @@ class StageCore:
         work = StageWork(wave=wave.work.wave, spans=spans)
         nothing = StageWork(wave=wave.work.wave, spans=())
         if len(spans) < len(chosen):  # the carry holds spans that have no place here
-            lost = _lost(work, failed, self.control.stage, "another request failed in this wave")
+            lost = self._lost(work, failed, "another request failed in this wave", guilty=False)
             return StageOutput(), nothing, _merge(failures, lost)
         if not spans:
             return StageOutput(), nothing, failures
         try:
             return self.executor.forward(work, before.carry), work, failures
         except Exception as error:
-            lost = _lost(work, failed, self.control.stage, _describe(error))
+            lost = self._lost(work, failed, _describe(error), guilty=len(spans) == 1)
             return StageOutput(), nothing, _merge(failures, lost)
 
     def _finish_locked(
@@ -211,6 +211,21 @@ class StageCore:
             done_s=now,
         )
 
+    def _lost(
+        self, work: StageWork, failed: Collection[RequestId], message: str, *, guilty: bool
+    ) -> tuple[ErrorRecord, ...]:
+        """Records for spans that fell with the whole wave; only one that was alone is at fault."""
+        return tuple(
+            ErrorRecord(
+                request_id=span.request_id,
+                stage=self.control.stage,
+                message=message,
+                guilty=guilty,
+            )
+            for span in work.spans
+            if span.request_id not in failed
+        )
+
     def _held_since(self, start_s: float) -> None:
         self.lock_hold_max_s = max(self.lock_hold_max_s, self._clock() - start_s)
 
@@ -222,22 +237,6 @@ def thread_stacks() -> str:
     for ident, frame in sys._current_frames().items():
         parts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
     return "\n".join(parts)
-
-
-def _lost(
-    work: StageWork, failed: Collection[RequestId], stage: StageIndex, message: str
-) -> tuple[ErrorRecord, ...]:
-    """Records for spans that nobody can tell apart; a span that was alone is at fault itself."""
-    spans = [span for span in work.spans if span.request_id not in failed]
-    return tuple(
-        ErrorRecord(
-            request_id=span.request_id,
-            stage=stage,
-            message=message,
-            guilty=len(work.spans) == 1,
-        )
-        for span in spans
-    )
 
 
 def _merge(

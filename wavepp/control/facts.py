@@ -75,14 +75,14 @@ Fact = Arrived | AbortRequested | RoundAnswered | WaveCompleted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRound:
-    """Send each stage its message; answer with RoundAnswered. At most one round is out at a time."""
+    """Send each stage its message; answer with RoundAnswered. At most one round is out."""
 
     messages: tuple[RoundMessage, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWave:
-    """Put the wave into the data plane, in the order of these effects; answer with WaveCompleted."""
+    """Put the wave into the data plane, in the order of effects; answer with WaveCompleted."""
 
     schedule: WaveSchedule
 

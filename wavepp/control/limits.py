@@ -87,7 +87,7 @@ def build_limits(facts: Sequence[StageFacts], *, max_model_len: int | None) -> L
 
 
 def refusal(limits: Limits, arrival: Arrival) -> RequestError | None:
-    """Why this request can never be served here, or None. Says nothing of queue limits or live ids."""
+    """Why this request can never be served here, or None. Queue limits and live ids are apart."""
     tokens = arrival.token_ids
     num_tokens = len(tokens)
     if num_tokens == 0:

@@ -29,7 +29,7 @@ def next_digest(digest: int, entry: LogEntry) -> int:
 
 
 class DecisionLog:
-    """The driver's side: appends decisions, and keeps each until every stage has acknowledged it."""
+    """The driver's side: appends decisions, keeps each until every stage has acknowledged it."""
 
     def __init__(self, num_stages: int) -> None:
         assert num_stages >= 1, num_stages

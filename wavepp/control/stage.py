@@ -80,8 +80,7 @@ class StageControl:
             self._apply(decision)
         for record in message.prompts:
             self._store(record)
-        if self.is_idle:
-            self.check()
+        self._check_idle()
         return RoundReply(epoch=self.epoch, round_number=message.round_number, ack=self._log.ack)
 
     def prepare(self, schedule: WaveSchedule) -> PreparedWave:
@@ -129,6 +128,7 @@ class StageControl:
         self.finished_wave = schedule.wave
         for key in self.sequences.due(self.finished_wave):
             self.sequences.close(key)
+        self._check_idle()
         return self._log.ack
 
     @property
@@ -147,8 +147,13 @@ class StageControl:
     def check(self) -> None:
         """Asserts that all sums agree, and that an idle stage holds nothing."""
         self.sequences.check()
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        """An idle stage holds nothing. Cheap: it is asked after every round and wave."""
         if self.is_idle:
-            assert self.units()[1] == 0, self.units()
+            total, used = self.units()
+            assert used == 0, f"stage {self.stage} is idle and holds {used} of {total} units"
 
     def _apply(self, decision: Decision) -> None:
         match decision:

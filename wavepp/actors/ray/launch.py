@@ -47,7 +47,7 @@ class RayPipeline:
     """EngineBackend on Ray."""
 
     def __init__(self, config: EngineConfig, executor_factory: ExecutorFactory) -> None:
-        self._config = config
+        self._config = with_whole_paths(config)
         self._factory = factory_name(executor_factory)
         self._cluster: Cluster | None = None
         self._group: PlacementGroup | None = None
@@ -144,6 +144,17 @@ async def _answer(call: Awaitable[T | WavePPError]) -> T:
     if isinstance(answer, WavePPError):
         raise answer
     return answer
+
+
+def with_whole_paths(config: EngineConfig) -> EngineConfig:
+    """The same configuration for processes that run in another folder."""
+    paths = {"model": config.model, "trace": config.trace}
+    whole = {
+        name: os.path.abspath(path)
+        for name, path in paths.items()
+        if path is not None and (name == "trace" or os.path.exists(path))
+    }
+    return config.model_copy(update=whole)
 
 
 def _worker_env(threads: int) -> dict[str, str]:

@@ -20,10 +20,13 @@ from ray.dag import InputNode
 from wavepp.actors.ports import Parcel
 from wavepp.actors.ray.channel import NappingType
 from wavepp.actors.ray.stage_actor import StageHandle
+from wavepp.errors import EngineDeadError
 from wavepp.protocol.messages import RoundMessage, RoundReply, WaveSchedule
 from wavepp.requests import StageStats
 
 INLINE_TOKENS_MAX = 16384
+DEATH_NEWS_S_MAX = 1.0
+STAGE_STACKS_S_MAX = 3.0
 SPARE_EXECUTIONS = 2
 """Executions the graph takes beyond the ring: its own count of what is out lags behind ours."""
 
@@ -63,11 +66,18 @@ class RayPlanes:
 
     async def launch(self, schedule: WaveSchedule) -> None:
         """As DataPlane.launch."""
-        self._launched.put_nowait(await self._graph.execute_async(schedule))
+        try:
+            self._launched.put_nowait(await self._graph.execute_async(schedule))
+        except ray.exceptions.RayError as error:
+            raise await self._why(error) from None
 
     async def collect(self) -> Parcel:
         """As DataPlane.collect. The parcel holds no view of the channel: it has no arrays."""
-        parcel: Parcel = await (await self._launched.get())
+        wave = await self._launched.get()
+        try:
+            parcel: Parcel = await wave
+        except ray.exceptions.RayError as error:
+            raise await self._why(error) from None
         return parcel if parcel.carry is None else replace(parcel, carry=None)
 
     async def round(self, messages: Sequence[RoundMessage]) -> tuple[RoundReply, ...]:
@@ -81,7 +91,10 @@ class RayPlanes:
             calls = [
                 stage.round.remote(replace(message, prompts=()), shared) for stage, message in pairs
             ]
-        return tuple(await asyncio.gather(*calls))
+        try:
+            return tuple(await asyncio.gather(*calls))
+        except ray.exceptions.RayError as error:
+            raise await self._why(error) from None
 
     async def stats(self) -> tuple[StageStats, ...]:
         """As StagesPlane.stats."""
@@ -105,8 +118,14 @@ class RayPlanes:
             for task in tasks:
                 task.cancel()
 
-
-STAGE_STACKS_S_MAX = 3.0
+    async def _why(self, error: ray.exceptions.RayError) -> Exception:
+        """What is behind an error of Ray's: a stage's own exception, or which stage died."""
+        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+            return error.cause
+        try:
+            return EngineDeadError(await asyncio.wait_for(self.wait_death(), DEATH_NEWS_S_MAX))
+        except TimeoutError:
+            return EngineDeadError(str(error).strip().splitlines()[0])
 
 
 async def _within(call: Any, index: int) -> str:
