@@ -45,15 +45,26 @@ def run(config: EngineConfig, source: str, target: str, *, resume: bool) -> None
 
 
 async def _answer(batch: BatchRun, console: Console) -> BatchReport:
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    _cancel_on_sigterm()
     async with Engine(batch.config) as engine:
+        _cancel_on_sigterm()  # Ray has put a handler of its own over ours meanwhile
         progress: Progress = BarProgress(console) if console.is_terminal else LineProgress(console)
         try:
             return await batch.run(engine, progress)
         finally:
             progress.close()
+
+
+def _cancel_on_sigterm() -> None:
+    """Makes SIGTERM cancel the current task, so that it ends in order."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        signal.alarm(0)  # Ray's handler, where it came first, would abort us within 3 s
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
 
 
 def _own_stdout() -> int:
