@@ -119,10 +119,14 @@ class BarePipeline:
         ]
         wave = build_wave(spans, groups, self.block_size, CPU)
         tokens = [t for s, n in chunks for t in s.token_ids[s.position : s.position + n]]
-        x = self.stages[0].embed(torch.tensor(tokens))
+        activations = self.stages[0].embed(torch.tensor(tokens))
         for stage, pools in zip(self.stages, self.pools, strict=True):
-            x = stage.forward(x.clone(), wave, pools)
-        logits = self.stages[-1].logits(x)
+            activations = stage.forward(activations, wave, pools)
+            if not stage.is_last:
+                activations = self.stages[self.stages.index(stage) + 1].receive(
+                    stage.send(activations)
+                )
+        logits = self.stages[-1].logits(activations["hidden"])
         row = 0
         for sequence, length in chunks:
             sequence.logits.append(logits[row : row + length])

@@ -79,6 +79,13 @@ def test_end_tokens_of_both_files_are_joined(tmp_path):
     assert read_model_spec(tmp_path).eos_token_ids == (3, 7, 11)
 
 
+def test_yarn_extends_the_positions(tmp_path):
+    """Released files say so with max_position_embeddings left at the original."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    write(tmp_path, max_position_embeddings=32768, rope_scaling=yarn)
+    assert read_model_spec(tmp_path).max_model_len == 131072
+
+
 def test_windows_make_their_own_group(tmp_path):
     write(tmp_path, use_sliding_window=True, sliding_window=512, max_window_layers=20)
     spec = read_model_spec(tmp_path)

@@ -30,7 +30,7 @@ from wavepp.models.loader import CheckpointReader, DummyWeights
 from wavepp.models.partition import stage_layers
 from wavepp.models.sampling import ScoredRows, greedy_tokens, sample_token, score_rows
 from wavepp.models.spec import ModelSpec
-from wavepp.models.stage import TORCH_DTYPES, StageModel
+from wavepp.models.stage import TORCH_DTYPES, Activations, StageModel
 from wavepp.requests import PositionLogprobs, TokenLogprob
 from wavepp.units import StageIndex
 
@@ -57,7 +57,6 @@ class TorchExecutor:
         self._threads = config.threads_per_stage or _default_threads(config.pipeline_parallel_size)
         self._threads_set_on: int | None = None
         self._block_size = config.block_size
-        self._carry_dtype = TORCH_DTYPES[spec.dtype]
         self._set_threads()
         self._model = _load(config, spec, (lo, hi), self._device)
         self._groups = [GroupWindow(name=g.name, window=g.window) for g in spec.groups_in(lo, hi)]
@@ -89,25 +88,22 @@ class TorchExecutor:
         self._set_threads()
         spans = [Span(start=s.start, length=s.length, tables=s.block_tables) for s in work.spans]
         wave = build_wave(spans, self._groups, self._block_size, self._device)
-        x = self._enter(work.spans, carry)
-        assert x.shape[0] == wave.num_tokens, (tuple(x.shape), wave.num_tokens)
-        x = self._model.forward(x, wave, self._pools.layers)
+        activations = self._model.forward(self._enter(work.spans, carry), wave, self._pools.layers)
         if self._outputs is None:
-            return StageOutput(carry={"hidden": x.to(self._carry_dtype)})
-        return StageOutput(outputs=self._outputs.make(work.spans, x))
+            return StageOutput(carry=self._model.send(activations))
+        return StageOutput(outputs=self._outputs.make(work.spans, activations["hidden"]))
 
     def close(self) -> None:
         """Gives weights and pools back."""
         del self._model, self._pools, self._outputs
 
-    def _enter(self, spans: Sequence[SpanWork], carry: Carry | None) -> Tensor:
-        """The rows [T, hidden] this stage starts from, its own to overwrite."""
+    def _enter(self, spans: Sequence[SpanWork], carry: Carry | None) -> Activations:
+        """What this stage starts from, its own to overwrite."""
         if self._model.is_first:
             token_ids = np.concatenate([span.token_ids for span in spans])
             return self._model.embed(torch.from_numpy(token_ids).to(self._device))
         assert carry is not None, "a stage after the first needs a carry"
-        hidden: Tensor = carry["hidden"]
-        return hidden.to(device=self._device, dtype=self._model.dtype, copy=True)
+        return self._model.receive(carry)
 
     def _set_threads(self) -> None:
         """Sets torch's thread count for the thread that computes, once: it is kept per thread."""

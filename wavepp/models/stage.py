@@ -5,7 +5,7 @@ Owns weights; the cache is handed in. Knows waves and tensors, nothing of reques
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+Activations = dict[str, Tensor]  # the tensors of a carry, in the stage's own dtype
+
 LOGITS_MAX = 1 << 24  # elements of logits held at once (64 MB in float32)
 
 
@@ -76,22 +78,44 @@ class StageModel:
         held += [t for t in (self._embedding, self._norm, self._head) if t is not None]
         return sum({t.data_ptr(): t.numel() * t.element_size() for t in held}.values())
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[T, hidden] for token ids [T]; first stage only."""
+    def embed(self, token_ids: Tensor) -> Activations:
+        """What the first stage starts from, for token ids [T]."""
         assert self._embedding is not None, "only the first stage embeds"
-        return self._embedding.index_select(0, token_ids)
+        return {"hidden": self._embedding.index_select(0, token_ids)}
 
-    def forward(self, x: Tensor, wave: Wave, pools: Sequence[KvPools]) -> Tensor:
-        """x [T, hidden] through this stage's layers. Overwrites x.
+    def receive(self, carry: Mapping[str, Tensor]) -> Activations:
+        """What a later stage starts from: its own copy of the carry at `lo`, in its dtype."""
+        declared = self.spec.carry_at(self.lo)
+        assert set(carry) == {tensor.name for tensor in declared}, sorted(carry)
+        activations = {}
+        for tensor in declared:
+            given = carry[tensor.name]
+            assert tuple(given.shape[1:]) == tensor.shape, (tensor, tuple(given.shape))
+            activations[tensor.name] = given.to(device=self.device, dtype=self.dtype, copy=True)
+        return activations
+
+    def forward(
+        self, activations: Activations, wave: Wave, pools: Sequence[KvPools]
+    ) -> Activations:
+        """Activations of T rows through this stage's layers. Overwrites its input.
 
         Args:
-            x: in this stage's dtype and on its device.
+            activations: from `embed` or `receive`.
             pools: key and value pool of each of its layers, in order.
         """
+        x = activations["hidden"]
+        assert x.shape[0] == wave.num_tokens, (tuple(x.shape), wave.num_tokens)
         context = WaveContext(wave, self._rope_tables(wave.positions), self._workspace)
         for layer, layer_pools in zip(self._layers, pools, strict=True):
             x = layer.forward(x, context, layer_pools)
-        return x
+        return {"hidden": x}
+
+    def send(self, activations: Activations) -> dict[str, Tensor]:
+        """The carry at `hi`, as declared: what the next stage receives."""
+        return {
+            tensor.name: activations[tensor.name].to(TORCH_DTYPES[tensor.dtype])
+            for tensor in self.spec.carry_at(self.hi)
+        }
 
     def logits(self, x: Tensor) -> Tensor:
         """Float32 logits [R, vocab] of rows x [R, hidden]; last stage only.

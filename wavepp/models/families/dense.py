@@ -19,6 +19,7 @@ from wavepp.models.spec import (
     GqaSpec,
     LayerSpec,
     ModelSpec,
+    RopeSpec,
 )
 
 FULL_GROUP = "attention"
@@ -119,12 +120,20 @@ def _build(
         hidden_size=hidden,
         vocab_size=config.integer("vocab_size"),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        max_model_len=config.integer("max_position_embeddings"),
+        max_model_len=_positions(config, rope),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         layers=tuple(layers),
         groups=_groups(windows),
         eos_token_ids=eos,
     )
+
+
+def _positions(config: JsonConfig, rope: RopeSpec) -> int:
+    """Positions the model is good for; YaRN's factor extends the original ones."""
+    stated = config.integer("max_position_embeddings")
+    if rope.kind != "yarn":
+        return stated
+    return max(stated, int(rope.original_max_positions * rope.factor))
 
 
 def _group_name(window: int | None) -> str:
