@@ -12,7 +12,7 @@ from wavepp.planner.demand import Demand, newest_chunks
 from wavepp.planner.packing import Cut, Piece
 from wavepp.planner.planner import Plan, Planner
 from wavepp.planner.ring import Ring
-from wavepp.units import RequestId, align_down
+from wavepp.units import RequestId, WaveNumber, align_down
 
 
 def piece(name: str, remaining: int, *, start: int = 0, solo: bool = False) -> Piece:
@@ -36,7 +36,9 @@ class World:
     """Positions, ring and turns; every plan goes through `step`."""
 
     def __init__(self, planner: Planner, *, ring_depth: int, block_size: int) -> None:
+        """Of R / 2 stages, as by default."""
         self.planner = planner
+        self.num_stages = ring_depth // 2
         self.block_size = block_size
         self.ring: Ring[tuple[Cut, ...]] = Ring(ring_depth)
         self.requests: dict[str, Admitted] = {}
@@ -61,8 +63,11 @@ class World:
 
     def complete(self) -> None:
         """The oldest wave comes back."""
-        number = self.ring.completed + 1
-        for cut in self.ring.complete(number):  # type: ignore[arg-type]
+        number = WaveNumber(self.ring.completed + 1)
+        cuts = self.ring.complete(number)
+        seconds = 0.001 + 0.0001 * sum(cut.length for cut in cuts)
+        self.planner.timed(number, [seconds] * self.num_stages)
+        for cut in cuts:
             request = self.requests.get(cut.request_id)
             if request is None:
                 continue
@@ -70,7 +75,6 @@ class World:
             request.computed += cut.length
             if request.computed == request.end:
                 del self.requests[request.name]
-        self.planner.timed(number, [1.0])  # type: ignore[arg-type]
 
     def demand(self) -> Demand:
         waiting = tuple(

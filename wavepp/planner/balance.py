@@ -123,7 +123,8 @@ class TimeRoom:
         """
         work = self._costs.work_seconds(_load_of_piece(piece))
         most = self._seconds * STRETCH
-        if self._used + work <= most:
+        too_short_to_cut = self._used == 0 and piece.remaining < 2 * self._tokens_min
+        if self._used + work <= most or too_short_to_cut:
             return min(piece.remaining, self._tokens_left)
         if self._used > 0:
             fitting = self._costs.tokens_within(piece.start, self._seconds - self._used)
@@ -182,9 +183,11 @@ class BalancedSizing:
                 self.model.add(load, stage_seconds)
 
     def _wave_work(self, demand: Demand, load: WaveLoad, costs: StageCosts) -> float:
-        """v: of least loss, but no more than 2S waves, as the ladder's halving may give (S when the
-        constant is not known, which is what keeps waves from getting ever smaller). Requests about to be admitted count too, as
-        if they were like those that are: the first of a burst is not cut as if it were alone.
+        """v: of least loss, but no more than 2S waves, as the ladder's halving may give (S while
+        the constant is not known, which is what keeps waves from getting ever smaller).
+
+        Requests about to be admitted count too, as if they were like those that are: the first of
+        a burst is not cut as if it were alone.
         """
         names = {piece.request_id for piece in demand.pieces}
         names |= {chunk.request_id for chunk in demand.chunks}

@@ -34,6 +34,9 @@ PULL = 1e-4
 of some per cent in equal waves does not pass for a large constant.
 """
 
+LEAST_SHARE = 0.01
+"""Of the seconds per token seen: what a token costs at least."""
+
 COEFFICIENTS = ("c0", "c1", "c2")
 
 
@@ -149,8 +152,13 @@ class StageFit:
         ]
         given = (start.c0, start.c1, start.c2)
         moment = [self._moment[i] / scale[i] + pull * given[i] * scale[i] for i in range(3)]
-        best = _least_squares_nonnegative(gram, moment)
-        return StageCosts(c0=best[0] / scale[0], c1=best[1] / scale[1], c2=best[2] / scale[2])
+        c0, c1, c2 = (
+            found / unit
+            for found, unit in zip(_least_squares_nonnegative(gram, moment), scale, strict=True)
+        )
+        if c1 == 0 and c2 == 0:  # all constant, by the samples; but work is never for nothing
+            c1 = LEAST_SHARE * self._rate / self._weight
+        return StageCosts(c0=c0, c1=c1, c2=c2)
 
 
 class WaveTimeModel:

@@ -1,0 +1,216 @@
+"""Equal times on the slowest stage, and the number of waves of least loss."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planner_world import piece, pieces
+
+from wavepp.planner.balance import (
+    SPREAD_ALIKE,
+    SPREAD_WINDOW,
+    BalancedSizing,
+    PipelineWork,
+    SizeSpread,
+    TimeRoom,
+    best_wave_work,
+)
+from wavepp.planner.budget import WaveGoals, budget_ladder
+from wavepp.planner.demand import Demand
+from wavepp.planner.packing import Cut, pack_wave
+from wavepp.planner.wave_time import EQUAL_TOKENS, StageCosts, WaveLoad, span_context
+from wavepp.units import WaveNumber
+
+STEEP = StageCosts(c0=0.001, c1=1e-5, c2=1e-8)
+M, B_MIN, B = 16384, 8192, 64
+
+
+def goals(num_stages: int = 8, b_min: int = B_MIN) -> WaveGoals:
+    ladder = budget_ladder(wave_tokens_max=M, wave_tokens_min=b_min, block_size=B)
+    return WaveGoals(
+        ladder=ladder,
+        block_size=B,
+        num_stages=num_stages,
+        ring_depth=2 * num_stages,
+        pipeline_fill=2,
+    )
+
+
+def seconds_of(cut: Cut, costs: StageCosts = STEEP) -> float:
+    return costs.work_seconds(WaveLoad.of([cut]))
+
+
+def waves_of_one(sizing: BalancedSizing, tokens: int, *, start: int = 0) -> list[Cut]:
+    """One request, planned to its end with nothing coming back."""
+    cuts: list[Cut] = []
+    position = start
+    while position < start + tokens:
+        work = (piece("a", start + tokens - position, start=position),)
+        demand = Demand(pieces=work, ring_waves=min(len(cuts), sizing.goals.ring_depth))
+        size = sizing.size(demand)
+        packed = pack_wave(work, size.room, size.rules)
+        sizing.decided(WaveNumber(len(cuts) + 1), packed.cuts)
+        cuts.extend(packed.cuts)
+        position = cuts[-1].start + cuts[-1].length
+    return cuts
+
+
+def loss(v: float, work: PipelineWork, c0: float, num_stages: int) -> float:
+    share = (num_stages - 1) * v / work.seconds
+    return (1 + c0 / v) * (max(1.0, 1 / work.requests + share) + work.spread * share)
+
+
+@given(
+    seconds=st.floats(0.01, 100.0),
+    requests=st.integers(1, 64),
+    spread=st.floats(0.02, 1.0),
+    constant=st.floats(1e-5, 0.2),
+    num_stages=st.integers(2, 16),
+)
+def test_the_work_of_a_wave_is_that_of_least_loss(
+    seconds: float, requests: int, spread: float, constant: float, num_stages: int
+) -> None:
+    work = PipelineWork(seconds=seconds, requests=requests, spread=spread)
+    best = best_wave_work(work, constant_s=constant, num_stages=num_stages)
+    least = loss(best, work, constant, num_stages)
+    for factor in (0.5, 0.8, 0.95, 1.05, 1.25, 2.0):
+        assert least <= loss(best * factor, work, constant, num_stages) * (1 + 1e-9)
+
+
+def test_one_stage_needs_one_wave() -> None:
+    work = PipelineWork(seconds=3.0, requests=2, spread=0.1)
+    assert best_wave_work(work, constant_s=0.1, num_stages=1) == 3.0
+
+
+def test_the_spread_grows_with_the_variation_of_request_sizes() -> None:
+    alike, mixed = SizeSpread(), SizeSpread()
+    assert alike.value == SPREAD_ALIKE
+    alike.observe(Demand(pieces=pieces(100, 100, 100)))
+    mixed.observe(Demand(pieces=pieces(10, 10, 280)))
+    assert alike.value == SPREAD_ALIKE
+    assert mixed.value > 2 * SPREAD_ALIKE
+
+
+def test_a_request_is_counted_once_at_its_first_size() -> None:
+    spread = SizeSpread()
+    for left in (100, 60, 20):
+        spread.observe(Demand(pieces=(piece("a", left), piece("b", 100))))
+    assert spread.value == SPREAD_ALIKE
+
+
+def test_the_spread_forgets_old_requests() -> None:
+    spread = SizeSpread()
+    spread.observe(Demand(pieces=pieces(10, 5000)))
+    for index in range(SPREAD_WINDOW):
+        spread.observe(Demand(pieces=(piece(f"r{index}", 100),)))
+    assert spread.value == SPREAD_ALIKE
+
+
+def test_a_long_piece_is_cut_into_equal_times() -> None:
+    """Not into full waves and a rest: 3.2 waves' worth is 3 parts (by the stretch of 10 %)."""
+    costs = STEEP
+    whole = costs.work_seconds(WaveLoad(tokens=4000, context=span_context(0, 4000)))
+    room = TimeRoom(costs, seconds=whole / 3.2, tokens_max=M, tokens_min=1)
+    first = room.tokens_for(piece("a", 4000))
+    took = costs.work_seconds(WaveLoad(tokens=first, context=span_context(0, first)))
+    assert took == pytest.approx(whole / 3, rel=0.001)
+    assert first > 4000 / 3  # shallow tokens cost less
+
+
+def test_a_wave_takes_whole_later_pieces_up_to_its_time() -> None:
+    room = TimeRoom(EQUAL_TOKENS, seconds=100.0, tokens_max=M, tokens_min=1)
+    sizing = BalancedSizing(goals(), [EQUAL_TOKENS] * 8)
+    rules = sizing.size(Demand(pieces=pieces(1))).rules
+    packed = pack_wave(pieces(40, 300, 45), room, rules)
+    assert [(cut.request_id, cut.length) for cut in packed.cuts] == [("a", 40), ("c", 45)]
+
+
+def test_room_is_never_more_than_the_largest_budget() -> None:
+    room = TimeRoom(EQUAL_TOKENS, seconds=1e9, tokens_max=M, tokens_min=1)
+    assert room.tokens_for(piece("a", 10 * M)) == M
+
+
+def test_waves_of_a_long_prompt_take_equal_times_until_the_end() -> None:
+    """100K tokens whose last cost ten times the first. The work is weighed anew for each wave, so
+    times fall a little as the work runs out; tokens vary far more.
+    """
+    cuts = waves_of_one(BalancedSizing(goals(b_min=1024), [STEEP] * 8), 100_000)
+    assert sum(cut.length for cut in cuts) == 100_000
+    times = [seconds_of(cut) for cut in cuts if cut.length < M][:8]
+    lengths = [cut.length for cut in cuts if cut.length < M][:8]
+    assert max(times) < 1.25 * min(times)
+    assert max(lengths) > 1.5 * min(lengths)
+
+
+def test_a_deep_queue_gets_full_waves() -> None:
+    """S = 24 waves of M are there."""
+    sizing = BalancedSizing(goals(), [STEEP] * 8)
+    size = sizing.size(Demand(pieces=(piece("a", 24 * M),)))
+    assert size.budget == M
+    assert size.room.tokens_for(piece("a", 24 * M)) == M
+
+
+def test_a_little_work_is_spread_over_the_stages() -> None:
+    """One request of two waves on eight stages: more than two, but not below b_min / 2."""
+    cuts = waves_of_one(BalancedSizing(goals(b_min=1024), [STEEP] * 8), 2 * M)
+    assert len(cuts) > 8
+    assert min(cut.length for cut in cuts[:-1]) >= 512
+
+
+def test_without_timings_tokens_are_divided_evenly() -> None:
+    sizing = BalancedSizing(goals(b_min=64))
+    cuts = waves_of_one(sizing, 24 * 1024)
+    assert 1024 <= cuts[0].length <= 1.1 * 1024  # W / S, stretched to make the parts equal
+    assert all(cut.length % B == 0 for cut in cuts)
+
+
+def test_requests_in_admission_count_as_if_they_were_here() -> None:
+    """The first of eight equal requests is not cut as if it were alone."""
+    costs = [StageCosts(c0=0.015, c1=18e-6, c2=1.35e-10)] * 8
+    work = (piece("a", 13_120, start=118_080),)
+    alone = BalancedSizing(goals(b_min=2048), costs).size(Demand(pieces=work))
+    joined = BalancedSizing(goals(b_min=2048), costs).size(Demand(pieces=work, in_admission=7))
+    assert joined.room.tokens_for(work[0]) > 2 * alone.room.tokens_for(work[0])
+
+
+def test_the_slowest_stage_decides() -> None:
+    """The last stage's context costs rule the cuts of a deep prompt."""
+    flat = StageCosts(c0=0.001, c1=1e-5, c2=0.0)
+    mixed = BalancedSizing(goals(num_stages=2, b_min=64), [flat, STEEP])
+    steep = BalancedSizing(goals(num_stages=2, b_min=64), [STEEP, STEEP])
+    tokens = 40_000
+    assert waves_of_one(mixed, tokens) == waves_of_one(steep, tokens)
+
+
+def test_timings_reach_the_model_by_wave_number() -> None:
+    sizing = BalancedSizing(goals(num_stages=2))
+    cut = pack_wave(
+        pieces(100),
+        TimeRoom(EQUAL_TOKENS, seconds=1e9, tokens_max=M, tokens_min=1),
+        sizing.size(Demand(pieces=pieces(100))).rules,
+    ).cuts
+    sizing.decided(WaveNumber(1), cut)
+    sizing.timed(WaveNumber(7), [1.0, 1.0])  # not one of ours
+    assert sizing.model.costs == (None, None)
+    sizing.timed(WaveNumber(1), [1.0, 2.0])
+    first, second = sizing.model.costs
+    assert first is not None
+    assert second is not None
+    load = WaveLoad.of(cut)
+    assert first.seconds(load) == pytest.approx(1.0, rel=1e-3)
+    assert second.seconds(load) == pytest.approx(2.0, rel=1e-3)
+
+
+def test_work_in_the_ring_counts_as_long_as_it_is_there() -> None:
+    """The same request is cut less finely beside 16 waves in flight than alone."""
+
+    def first_cut(in_flight: int) -> int:
+        sizing = BalancedSizing(goals(b_min=64), [STEEP] * 8)
+        load = Cut(request_id=piece("x", 1).request_id, start=0, length=M, final=False)
+        for number in range(in_flight):
+            sizing.decided(WaveNumber(number + 1), (load,))
+        work = (piece("a", M),)
+        return sizing.size(Demand(pieces=work, ring_waves=in_flight)).room.tokens_for(work[0])
+
+    assert first_cut(15) > first_cut(4) > first_cut(0)
