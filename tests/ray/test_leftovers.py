@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -39,10 +40,10 @@ def shared_files(pids: set[int]) -> list[Path]:
 class Program:
     """The script, running; remembers the pids of all it started."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, **variables: str) -> None:
         self.mark = uuid.uuid4().hex
         self.pids: set[int] = set()
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | variables
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), mode],
             env={**environment, MARK: self.mark},
@@ -92,6 +93,20 @@ def test_program_leaves_nothing(mode: str, code: int, words: str) -> None:
     program.check_nothing_left(started=mode != "failed-start")
 
 
+def test_program_interrupted_while_it_starts_leaves_nothing() -> None:
+    program = Program("closed")
+    deadline = time.monotonic() + 60
+    while not any("gcs_server" in line for line in marked_processes(program.mark)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    program.process.send_signal(signal.SIGINT)
+    output = program.wait()
+    assert program.process.returncode != 0
+    assert "KeyboardInterrupt" in output
+    assert "done" not in output
+    program.check_nothing_left(started=False)
+
+
 def test_interrupted_program_leaves_nothing() -> None:
     program = Program("interrupted")
     lines = program.lines()
@@ -103,3 +118,26 @@ def test_interrupted_program_leaves_nothing() -> None:
     assert program.process.returncode != 0
     assert "KeyboardInterrupt" in output
     program.check_nothing_left()
+
+
+def test_program_joins_a_cluster_and_leaves_it_as_it_was(ray_session: Any) -> None:
+    """As inside a Ray job: RAY_ADDRESS names the cluster, which is somebody else's."""
+    semaphores = set(Path("/dev/shm").glob("sem.*"))
+    address = ray_session.get_runtime_context().gcs_address
+    program = Program("closed", RAY_ADDRESS=address)
+    output = program.wait()
+    assert program.process.returncode == 0, output
+    assert "done" in output
+
+    @ray_session.remote(num_cpus=0)
+    def lives() -> bool:
+        return True
+
+    assert ray_session.get(lives.remote(), timeout=60) is True
+    (raylet,) = [
+        child.pid for child in psutil.Process().children() if "raylet/raylet" in child.cmdline()[0]
+    ]
+    new = set(Path("/dev/shm").glob("sem.*")) - semaphores
+    assert [path for path in new if f"{raylet}-" in path.name] == []
+    usage = ray_session.available_resources()
+    assert usage["CPU"] == ray_session.cluster_resources()["CPU"]

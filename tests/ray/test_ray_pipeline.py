@@ -241,4 +241,6 @@ async def test_cancelled_start_leaves_nothing() -> None:
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
-    assert ray.util.placement_group_table() is not None
+    states = {group["state"] for group in ray.util.placement_group_table().values()}
+    assert states <= {"REMOVED"}, states
+    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]

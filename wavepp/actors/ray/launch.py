@@ -57,7 +57,7 @@ class RayPipeline:
         """As EngineBackend.start."""
         assert self._cluster is None, "started twice"
         try:
-            self._cluster = await asyncio.to_thread(Cluster.join_or_start)
+            await self._join_cluster()
             return await self._start_actors()
         except BaseException:
             await self.close()
@@ -99,6 +99,15 @@ class RayPipeline:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             await asyncio.to_thread(cluster.leave)
+
+    async def _join_cluster(self) -> None:
+        """A start that is cancelled meanwhile still has a cluster to leave."""
+        joining = asyncio.ensure_future(asyncio.to_thread(Cluster.join_or_start))
+        try:
+            self._cluster = await asyncio.shield(joining)
+        except asyncio.CancelledError:
+            self._cluster = await joining
+            raise
 
     async def _start_actors(self) -> tuple[StageFacts, ...]:
         config = self._config
