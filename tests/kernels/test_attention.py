@@ -96,6 +96,17 @@ def test_long_prefix_is_copied_in_pieces(monkeypatch):
     torch.testing.assert_close(case.run(None), case.expected(None), atol=2e-6, rtol=1e-5)
 
 
+def test_long_prefixes_in_adjacent_blocks_are_read_in_pieces(monkeypatch):
+    monkeypatch.setattr("wavepp.kernels.torch_attention.PREFIX_KEYS", 24)
+    case = PagedCase([(32, 4), (32, 4)])
+    blocks = torch.from_numpy(np.concatenate(case.tables)).long()
+    moved = torch.tensor([*range(8), 16, *range(8, 16), 17])
+    for pool in case.pools:
+        pool[moved] = pool[blocks]
+    case.tables = [part.numpy().astype(np.int32) for part in moved.split(9)]
+    torch.testing.assert_close(case.run(None), case.expected(None), atol=2e-6, rtol=1e-5)
+
+
 def test_write_paged_puts_rows_where_the_tables_say():
     case = PagedCase([(3, 6), (0, 5)])
     case.run(None)

@@ -57,7 +57,6 @@ class TorchExecutor:
         self._threads = config.threads_per_stage or _default_threads(config.pipeline_parallel_size)
         self._threads_set_on: int | None = None
         self._block_size = config.block_size
-        self._set_threads()
         self._model = _load(config, spec, (lo, hi), self._device)
         self._groups = [GroupWindow(name=g.name, window=g.window) for g in spec.groups_in(lo, hi)]
         groups = _group_facts(config, spec, (lo, hi), max_model_len)

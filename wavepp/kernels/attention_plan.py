@@ -58,7 +58,7 @@ class Prefix:
         if end - begin == self.size:
             return self.slots
         if self.slots.index is None:
-            assert count == 1, count
+            assert count == 1, "only a single sequence's slots may be a run"
             return Rows(self.slots.begin + begin, end - begin, None)
         index = self.slots.index.view(count, self.size)[:, begin:end].reshape(-1)
         return Rows(0, len(index), index)
@@ -234,7 +234,11 @@ def _prefix(pieces: list[_Piece], block_size: int, device: torch.device) -> Pref
     if (sizes != size).any():
         real = np.arange(size)[None, :] < sizes[:, None]
         mask = torch.from_numpy(real).to(device)[:, None, None, :]
-    return Prefix(_rows(index.reshape(-1), device), size, mask)
+    flat = index.reshape(-1)
+    if len(pieces) == 1:
+        return Prefix(_rows(flat, device), size, mask)
+    # Several sequences keep their index even if it is one run: parts of it are taken per sequence.
+    return Prefix(Rows(0, len(flat), torch.from_numpy(flat).to(device)), size, mask)
 
 
 def _bands(
