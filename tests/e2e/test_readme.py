@@ -45,3 +45,13 @@ def test_demo_answers_are_shown_with_probabilities(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "What is the capital of France?" in shown.stdout
     assert len(shown.stdout.splitlines()) == 1 + len(read_jsonl(PROMPTS))
+
+
+def test_engine_example_runs(smollm2_folder: Path) -> None:
+    done = run([sys.executable, str(ROOT / "examples" / "engine.py"), str(smollm2_folder)])
+    assert done.returncode == 0, done.stderr
+    first, *_, third, stage_0, stage_1 = done.stdout.splitlines()
+    assert first == "The capital of France is Paris"
+    assert third.startswith("Monday, Tuesday, Wednesday,")
+    assert stage_0.startswith("stage 0: layers 0-14, ")
+    assert stage_1.startswith("stage 1: layers 15-29, ")
