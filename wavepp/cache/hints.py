@@ -35,6 +35,7 @@ class HintIndex:
         assert shards & (shards - 1) == 0, shards
         assert locks is None or len(locks) == shards, "one lock a shard"
         self._specs = tuple(specs)
+        self.shards = shards
         self._mask = shards - 1
         self._all_attention = bool(specs) and all(spec.kind == "attention" for spec in specs)
         self._locks = tuple(locks) if locks is not None else (nullcontext(),) * shards
@@ -130,7 +131,12 @@ class HintIndex:
 
 
 def _gallop(table: dict[bytes, int], keys: Sequence[bytes], count: int) -> int:
-    """Leading keys in the table: depths 1, 2, 4, ... to the first miss, then bisection."""
+    """Leading keys in the table: depths 1, 2, 4, ... to the first miss, then bisection.
+
+    The deepest key is tried first: whole prompts come again more often than parts of them.
+    """
+    if keys[count - 1] in table and keys[0] in table:
+        return count
     known, probe = 0, 1
     while probe <= count and keys[probe - 1] in table:
         known, probe = probe, 2 * probe

@@ -20,6 +20,7 @@ still knows its parent, for cursors that end above it. Paper, section on admissi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -316,53 +317,49 @@ class PrefixTree:
         """Takes units out of the tree. They hold nothing afterwards; the caller reuses them."""
         if not len(ids):
             return
+        order, cuts = self._by_node(group, ids)
         pool = self._pools[group]
-        gone: dict[int, list[bytes]] = {}
-        for node, offsets, _ in self._by_node(group, ids):
-            row, keys = node.places[group], gone.setdefault(node.shard, [])
-            if len(offsets) == 1:
-                offset = int(offsets[0])
-                row[offset] = -1
-                keys.append(node.keys[offset])
+        gone: list[list[bytes]] = [[] for _ in range(self._hints.shards)]
+        depths = pool.depth[ids[order]]
+        firsts = pool.owner[ids[order[cuts[:-1]]]].tolist()
+        plain = depths.tolist()
+        for index, low, high in zip(firsts, cuts[:-1], cuts[1:], strict=True):
+            node = self.nodes[index]
+            if high - low == 1:
+                offset = plain[low] - node.start
+                node.places[group, offset] = -1
+                gone[node.shard].append(node.keys[offset])
             else:
-                row[offsets] = -1
-                keys.extend(pick(node.keys, offsets))
+                offsets = depths[low:high] - node.start
+                node.places[group, offsets] = -1
+                gone[node.shard].extend(pick(node.keys, offsets))
             if not node.children:
                 self._tidy(node)
-        for shard, keys in gone.items():
+        for shard, keys in enumerate(gone):
             self._hints.remove(shard, group, keys)
         pool.owner[ids] = -1
 
     def relocate(self, group: int, source: Int32Array, target: Int32Array) -> None:
-        """Moves content between units of a group (device and host): same place, same pins, other
-        ids."""
-        for node, offsets, chosen in self._by_node(group, source):
-            node.places[group, offsets] = target[chosen]
-        self._pools[group].move(source, target)
+        """Moves content between units of a group, device and host: same place, same pins."""
+        if not len(source):
+            return
+        pool = self._pools[group]
+        order, cuts = self._by_node(group, source)
+        for low, high in itertools.pairwise(cuts):
+            chosen = order[low:high]
+            node = self.nodes[int(pool.owner[source[chosen[0]]])]
+            node.places[group, pool.depth[source[chosen]] - node.start] = target[chosen]
+        pool.move(source, target)
 
-    def _by_node(
-        self, group: int, ids: Int32Array
-    ) -> list[tuple[Node, IntArray, IntArray | slice]]:
-        """Attached units by node: (node, their offsets in it, their indices in ids)."""
-        if not len(ids):
-            return []
+    def _by_node(self, group: int, ids: Int32Array) -> tuple[IntArray, list[int]]:
+        """An order of the ids in which those of one run stand together, and where runs begin and
+        end in it."""
         pool = self._pools[group]
         owners = pool.owner[ids]
         assert owners.min() >= 0, f"{pool.spec.name}: a unit is not in the tree"
-        if (owners == owners[0]).all():
-            node = self.nodes[int(owners[0])]
-            return [(node, pool.depth[ids] - node.start, slice(None))]
         order = np.argsort(owners, kind="stable")
-        sorted_owners = owners[order]
-        depths = pool.depth[ids[order]]
-        cuts = [0, *(np.flatnonzero(np.diff(sorted_owners)) + 1).tolist(), len(ids)]
-        groups: list[tuple[Node, IntArray, IntArray | slice]] = []
-        for index, low, high in zip(
-            sorted_owners[cuts[:-1]].tolist(), cuts, cuts[1:], strict=False
-        ):
-            node = self.nodes[index]
-            groups.append((node, depths[low:high] - node.start, order[low:high]))
-        return groups
+        edges = np.flatnonzero(np.diff(owners[order])) + 1
+        return order, [0, *edges.tolist(), len(ids)]
 
     def _tidy(self, node: Node) -> None:
         """Cuts what holds nothing off the end of a path, up to the first run that holds
