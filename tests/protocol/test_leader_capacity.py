@@ -1,4 +1,4 @@
-"""LeaderMachine against stages played by hand: who may claim, who waits, who is refused for good."""
+"""LeaderMachine against stages played by hand: who may claim, who waits, who is refused."""
 
 from __future__ import annotations
 
