@@ -91,6 +91,17 @@ def test_failed_start_leaves_no_thread(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
+def test_llm_nobody_can_reach_is_closed(tiny_llama: Path) -> None:
+    before = threading.active_count()
+    llm = LLM(model=tiny_llama, transport="local", pipeline_parallel_size=2)
+    assert threading.active_count() > before
+    del llm
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
 def run_script(folder: Path, body: str, **options: Any) -> subprocess.Popen[str]:
     """A script of its own that has an `llm`; warnings are errors there too."""
     given = {"model": str(folder), "transport": "local", **options}
