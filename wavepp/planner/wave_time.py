@@ -23,12 +23,6 @@ from wavepp.planner.demand import SpanLike
 FORGETTING = 0.98
 """Weight of the past at each new sample: about 50 samples count, so drift is followed."""
 
-OUTLIER_RATIO = 2.0
-"""A sample that took more than this times what was predicted counts as having taken just this."""
-
-TRUSTED_SAMPLES = 8
-"""Samples before outliers are told from a model that is still wrong."""
-
 PULL = 1e-4
 """Strength of the pull towards the start, against a sum of scaled squares of 1: enough that noise
 of some per cent in equal waves does not pass for a large constant.
@@ -104,9 +98,10 @@ def assumed_costs(wave_tokens_max: int, token_s: float = 1.0) -> StageCosts:
 class StageFit:
     """Recursive least squares with forgetting for one stage; coefficients stay non-negative.
 
-    Samples are weighted by 1/t^2 (relative errors count, so short waves are fitted as well as long
-    ones). Directions that the samples say nothing about are held by a weak pull towards the start:
-    the coefficients given, else what is assumed, at the rate seen.
+    Samples are weighted by 1/t^2: relative errors count, so short waves are fitted as well as long
+    ones, and a wave that took ten times its due counts no more than one that took no time.
+    Directions that the samples say nothing about are held by a weak pull towards the start: the
+    coefficients given, else what is assumed, at the rate seen.
     """
 
     def __init__(self, start: StageCosts | None = None, *, wave_tokens_max: int) -> None:
@@ -131,9 +126,6 @@ class StageFit:
         """A wave of this load took so many seconds. Samples of no time are ignored."""
         if seconds <= 0 or load.tokens <= 0:
             return
-        if self.num_samples >= TRUSTED_SAMPLES:
-            predicted = self._solve_if_needed().seconds(load)
-            seconds = min(seconds, OUTLIER_RATIO * predicted)
         row = (1.0 / seconds, load.tokens / seconds, load.context / seconds)
         for i in range(3):
             self._moment[i] = FORGETTING * self._moment[i] + row[i]
@@ -144,11 +136,6 @@ class StageFit:
         self._weight = FORGETTING * self._weight + 1.0
         self.num_samples += 1
         self._costs = None
-
-    def _solve_if_needed(self) -> StageCosts:
-        costs = self.costs
-        assert costs is not None
-        return costs
 
     def _solve(self) -> StageCosts:
         """Normal equations in scaled unknowns, plus the pull, over the best non-negative subset."""
