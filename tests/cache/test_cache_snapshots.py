@@ -167,3 +167,18 @@ def test_a_snapshot_ordered_and_never_taken_is_freed(world) -> None:
     stage.cache.snapshot_orders(RequestId("a"), [8, 20])
     stage.cache.free(RequestId("a"))
     assert stage.cache.stats().groups[1].free == 2
+
+
+def test_a_path_that_was_cut_and_grown_again_by_another_is_walked_anew(world) -> None:
+    """Nothing pins a running request's snapshots: its place in the tree may become another's."""
+    stage = world(recurrent(3))
+    stage.admit("a", stage.prompt(tokens(0, 20)))
+    stage.materialize("a")
+    stage.execute("a", 8, [4, 8])
+    stage.run("touch", tokens(0, 6))  # makes the snapshot at 8 the least recently used
+    stage.run("b", tokens(0, 4) + tokens(50, 6))  # takes its unit and grows the run with b's tokens
+    assert held(stage, tokens(0, 8)) == (4,)
+    stage.execute("a", 4, [12])
+    stage.verify_index()
+    stage.finish("a")
+    assert held(stage, tokens(0, 17)) == (12, 16)
