@@ -260,16 +260,21 @@ async def test_refused_configuration_is_one_sentence() -> None:
 async def test_cancelled_start_leaves_nothing() -> None:
     from wavepp.actors.ray.launch import RayPipeline
 
+    groups, free = created_groups(), ray.available_resources()["CPU"]
     pipeline = RayPipeline(config(TWO_STAGES), checksum)
     start = asyncio.create_task(pipeline.start())
     await asyncio.sleep(1.0)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
-    states = {group["state"] for group in ray.util.placement_group_table().values()}
-    assert states <= {"REMOVED"}, states
+    assert created_groups() == groups
 
     async def is_free() -> bool:
-        return bool(ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"])
+        return bool(ray.available_resources()["CPU"] == free)
 
     await eventually(is_free)
+
+
+def created_groups() -> set[str]:
+    table = ray.util.placement_group_table()
+    return {name for name, group in table.items() if group["state"] != "REMOVED"}
