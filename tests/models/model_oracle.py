@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from wavepp.kernels.select import select_ops
-from wavepp.kernels.wave import GroupWindow, Span, build_wave
+from wavepp.kernels.wave import Span, build_wave
+from wavepp.models.cache_pools import CachePools
 from wavepp.models.config import read_model_spec
 from wavepp.models.loader import CheckpointReader
-from wavepp.models.stage import StageModel
+from wavepp.models.stage import StageModel, wave_groups
 
 sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # its kernels need a GPU
 torch.set_num_threads(1)
@@ -83,22 +84,17 @@ class BarePipeline:
         self.free = list(range(blocks))
         random.Random(seed).shuffle(self.free)
         self.stages: list[StageModel] = []
-        self.pools: list[list[tuple[Tensor, Tensor]]] = []
+        self.pools: list[list[tuple[Tensor, ...]]] = []
+        units = {group.name: blocks for group in self.spec.groups}
         ops = select_ops(CPU)
         ends = list(accumulate(split))
         for lo, hi in zip([0, *ends[:-1]], ends, strict=True):
             with CheckpointReader(folder, dtype, CPU) as weights:
                 self.stages.append(StageModel(self.spec, lo, hi, weights, ops))
-            shapes = [(blocks, block_size, *layer.cache[0].shape) for layer in self.spec.layers]
-            self.pools.append(
-                [
-                    (
-                        torch.full(shape, float("nan"), dtype=dtype),
-                        torch.full(shape, float("nan"), dtype=dtype),
-                    )
-                    for shape in shapes[lo:hi]
-                ]
-            )
+            pools = CachePools(self.spec, (lo, hi), units, block_size, CPU)
+            for pool in (pool for layer in pools.layers for pool in layer):
+                pool.fill_(float("nan"))
+            self.pools.append(pools.layers)
 
     def sequence(self, token_ids: Sequence[int], like: BareSequence | None = None, at: int = 0):
         """A new sequence; with `like`, it shares that one's blocks up to position `at`."""
@@ -111,7 +107,7 @@ class BarePipeline:
     @torch.inference_mode()
     def run(self, chunks: Sequence[tuple[BareSequence, int]]) -> None:
         """One wave of (sequence, length) chunks through all stages."""
-        groups = [GroupWindow(name=g.name, window=g.window) for g in self.spec.groups]
+        groups = wave_groups(self.spec, 0, self.spec.num_layers)
         names = [group.name for group in groups]
         spans = [
             Span(start=s.position, length=n, tables=dict.fromkeys(names, s.table))

@@ -16,6 +16,10 @@ from wavepp.kernels.workspace import Workspace
 
 Qkv = tuple[Tensor, Tensor, Tensor]  # q [T, H, D]; k, v [T, K, D]
 KvPools = tuple[Tensor, Tensor]  # each [blocks, B, K, D]
+Pools = tuple[Tensor, ...]  # what one layer caches: a tensor for each of its cache specs
+Glu = Callable[[Tensor], Tensor]  # [T, 2I] -> [T, I]; may overwrite its input
+Experts = tuple[Tensor, Tensor]  # gate and up [E, 2I, H], down [E, H, I]
+Routes = tuple[Tensor, Tensor]  # chosen experts int64 [T, k], their weights float32 [T, k]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +30,13 @@ class Ops:
         rms_norm: (x [..., D], weight, eps, out) -> [..., D]
         rope: (x [T, H, D], cos, sin [T, 1, C], out) -> [T, H, D]
         silu_mul_: (gate_up [T, 2I]) -> [T, I]; may overwrite its input
+        gelu_mul_: (gate_up [T, 2I]) -> [T, I]; may overwrite its input
+        situ_mul_: (gate_up [T, 2I], beta, linear_beta) -> [T, I]; may overwrite its input
         linear: (x [T, I], weight [O, I], bias, out) -> [T, O]
         linear_add_: (residual [T, O], x, weight, bias) -> [T, O]; may overwrite the residual
         write_paged: (pools, k, v, plan) -> None
         attn_paged: ((q, k, v), pools, plan, scale, workspace) -> [T, H * D]
+        moe: (x [T, H], routes, experts, activation) -> float32 [T, H]
 
     `out` is where a result goes (None: a new tensor); an implementation may ignore it, so only what
     is returned counts.
@@ -38,7 +45,10 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     silu_mul_: Callable[[Tensor], Tensor]
+    gelu_mul_: Callable[[Tensor], Tensor]
+    situ_mul_: Callable[[Tensor, float, float], Tensor]
     linear: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     linear_add_: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     write_paged: Callable[[KvPools, Tensor, Tensor, AttentionPlan], None]
     attn_paged: Callable[[Qkv, KvPools, AttentionPlan, float, Workspace], Tensor]
+    moe: Callable[[Tensor, Routes, Experts, Glu], Tensor]

@@ -53,3 +53,20 @@ def linear_add_(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     """residual [T, O] + linear(x); overwrites the residual and returns it."""
     residual.addmm_(x, weight.t())
     return residual if bias is None else residual.add_(bias)
+
+
+def gelu_mul_(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu in its tanh form; overwrites the left half and returns that, [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate.copy_(F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+def situ_mul_(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta); overwrites its input.
+
+    Source: Kimi K3's SiTU, both factors bounded.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    keep = torch.sigmoid(gate)
+    gate.div_(beta).tanh_().mul_(keep).mul_(beta)
+    return gate.mul_(up.div_(linear_beta).tanh_().mul_(linear_beta))

@@ -33,10 +33,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWindow:
-    """A cache group as the planner of attention needs it: its name and its window, if any."""
+    """A cache group as a wave needs it.
+
+    Attributes:
+        window: sliding window in tokens; None sees everything.
+        recurrent: its layers keep a state a sequence instead of blocks a token.
+        top_k: tokens that sparse attention selects; rows that see no more are dense.
+    """
 
     name: str
     window: int | None = None
+    recurrent: bool = False
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,9 @@ class CachePools:
         block_size: int,
         device: torch.device,
     ) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.layers: list[tuple[Tensor, ...]] = []
         for layer in spec.layers[layers[0] : layers[1]]:
-            key, value = (
+            tensors = tuple(
                 torch.empty(
                     (units[layer.group], block_size, *tensor.shape),
                     dtype=TORCH_DTYPES[tensor.dtype],
@@ -82,4 +82,4 @@ class CachePools:
                 )
                 for tensor in layer.cache
             )
-            self.layers.append((key, value))
+            self.layers.append(tensors)

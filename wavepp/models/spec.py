@@ -15,85 +15,18 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from wavepp.models.mixer_specs import MixerSpec
+from wavepp.models.mlp_specs import MlpSpec
+
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 GroupKind = Literal["attention", "sliding", "recurrent"]
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 LOGIT_ROWS_PER_TOKEN = (
     1 / 256
 )  # a prefill scores one position a prompt; prompts shorter than this are rare
 CONTEXT_FOR_COST = 4096  # tokens of context at which attention is counted when layers are balanced
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary position embedding: the `rotary_dim` leading dims of each head turn, half-split.
-
-    Sources: RoFormer; Llama 3.1's frequency scaling; YaRN (arXiv 2309.00071).
-    """
-
-    kind: RopeKind
-    theta: float
-    rotary_dim: int
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GqaSpec:
-    """Grouped-query attention. `window` w: a token sees itself and w-1 before it; None: all."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeSpec
-    window: int | None = None
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """Elements of its weights."""
-        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        count = rows * self.hidden_size + self.hidden_size * self.num_heads * self.head_dim
-        count += rows if self.qkv_bias else 0
-        count += self.hidden_size if self.out_bias else 0
-        count += 2 * self.head_dim if self.qk_norm else 0
-        return count
-
-    def flops_per_token(self, context: int) -> float:
-        """Multiply-adds times two for one token that sees `context` tokens."""
-        seen = context if self.window is None else min(context, self.window)
-        return 2.0 * self.parameters + 4.0 * self.num_heads * self.head_dim * seen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseMlpSpec:
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
-
-    hidden_size: int
-    intermediate_size: int
-    bias: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """Elements of its weights."""
-        count = 3 * self.hidden_size * self.intermediate_size
-        return count + (2 * self.intermediate_size + self.hidden_size if self.bias else 0)
-
-    def flops_per_token(self) -> float:
-        """Multiply-adds times two for one token."""
-        return 2.0 * self.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +47,8 @@ class CacheTensorSpec:
 class LayerSpec:
     """One decoder layer: a mixer, an MLP, and the cache group its state lives in."""
 
-    mixer: GqaSpec
-    mlp: DenseMlpSpec
+    mixer: MixerSpec
+    mlp: MlpSpec
     group: str
     cache: tuple[CacheTensorSpec, ...]
 

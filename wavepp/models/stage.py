@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from wavepp.kernels.api import KvPools, Ops
+from wavepp.kernels.api import Ops, Pools
 from wavepp.kernels.select import select_ops
-from wavepp.kernels.wave import Wave
+from wavepp.kernels.wave import GroupWindow, Wave
 from wavepp.kernels.workspace import Workspace
 from wavepp.models.layers.context import WaveContext
 from wavepp.models.layers.decoder import DecoderLayer
 from wavepp.models.layers.rope import CosSin, cos_sin, inverse_frequencies
 from wavepp.models.loader import NameRecorder, WeightSource
-from wavepp.models.spec import DtypeName, ModelSpec, RopeSpec
+from wavepp.models.mixer_specs import DeltaSpec, RopeSpec
+from wavepp.models.spec import DtypeName, LayerSpec, ModelSpec
 
 TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,
@@ -58,7 +59,7 @@ class StageModel:
             self._head = self._read_head(weights, table)
         sample = self._layers[0].tensors[0]
         self.dtype, self.device = sample.dtype, sample.device
-        ropes = {layer.mixer.rope for layer in spec.layers[lo:hi]}
+        ropes = _ropes(spec.layers[lo:hi])
         self._frequencies = {rope: inverse_frequencies(rope).to(self.device) for rope in ropes}
 
     @property
@@ -70,6 +71,11 @@ class StageModel:
     def is_last(self) -> bool:
         """Whether it makes logits."""
         return self.hi == self.spec.num_layers
+
+    @property
+    def wave_groups(self) -> tuple[GroupWindow, ...]:
+        """Its cache groups, as `build_wave` takes them."""
+        return wave_groups(self.spec, self.lo, self.hi)
 
     @property
     def weight_bytes(self) -> int:
@@ -94,14 +100,12 @@ class StageModel:
             activations[tensor.name] = given.to(device=self.device, dtype=self.dtype, copy=True)
         return activations
 
-    def forward(
-        self, activations: Activations, wave: Wave, pools: Sequence[KvPools]
-    ) -> Activations:
+    def forward(self, activations: Activations, wave: Wave, pools: Sequence[Pools]) -> Activations:
         """Activations of T rows through this stage's layers. Overwrites its input.
 
         Args:
             activations: from `embed` or `receive`.
-            pools: key and value pool of each of its layers, in order.
+            pools: the pools of each of its layers, in order.
         """
         x = activations["hidden"]
         assert x.shape[0] == wave.num_tokens, (tuple(x.shape), wave.num_tokens)
@@ -144,6 +148,23 @@ class StageModel:
         if self._embedding is not None:
             return self._embedding
         return weights.read("model.embed_tokens.weight", table)
+
+
+def _ropes(layers: Sequence[LayerSpec]) -> set[RopeSpec]:
+    """All rotary embeddings these layers use."""
+    found = set()
+    for layer in layers:
+        if not isinstance(layer.mixer, DeltaSpec) and layer.mixer.rope is not None:
+            found.add(layer.mixer.rope)
+    return found
+
+
+def wave_groups(spec: ModelSpec, lo: int, hi: int) -> tuple[GroupWindow, ...]:
+    """The cache groups of layers [lo, hi), as `build_wave` takes them."""
+    return tuple(
+        GroupWindow(name=group.name, window=group.window, recurrent=group.kind == "recurrent")
+        for group in spec.groups_in(lo, hi)
+    )
 
 
 def tensor_names(spec: ModelSpec) -> tuple[str, ...]:

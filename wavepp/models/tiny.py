@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -46,14 +46,49 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral_sliding": {"model_type": "mistral", "sliding_window": 48},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_EXPERTS,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+        "rope_theta": 5e6,
+    },
 }
-_LEGACY_ROPE = ("llama", "mistral", "qwen2")  # whose released files still spell it the old way
+_LEGACY_ROPE = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "minimax_m2",
+)  # whose released files still spell it the old way
 
 
 def make_tiny(
@@ -94,6 +129,7 @@ def make_tiny(
 def _build(values: Mapping[str, Any], seed: int) -> tuple[Any, dict[str, Tensor]]:
     """A transformers config and the weights of a model of it, tied ones left out."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     options = dict(values)
     config = AutoConfig.for_model(options.pop("model_type"), **options)
@@ -103,7 +139,8 @@ def _build(values: Mapping[str, Any], seed: int) -> tuple[Any, dict[str, Tensor]
         model: torch.nn.Module = build.from_config(config, dtype=torch.float32)
     _randomise(model, seed)
     config.architectures = [type(model).__name__]
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    stored = revert_weight_conversion(cast("Any", model), model.state_dict())
+    tensors = {name: tensor.detach() for name, tensor in stored.items()}
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     return config, tensors
@@ -113,9 +150,12 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
     """Moves norms and biases away from ones and zeros, which would hide mistakes."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        buffers = [b for b in model.named_buffers() if b[0].endswith("e_score_correction_bias")]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name and name.endswith("weight"):
+            if name.endswith("e_score_correction_bias"):
+                parameter.copy_(0.2 * noise)
+            elif "norm" in name and name.endswith("weight"):
                 parameter.add_(0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from wavepp.models.families import dense
+from wavepp.models.families import dense, moe
 from wavepp.models.json_config import JsonConfig
 from wavepp.models.spec import DtypeName, ModelSpec
 
@@ -18,4 +18,7 @@ FAMILIES: Mapping[str, FamilyBuilder] = {
     "mistral": dense.mistral,
     "qwen2": dense.qwen2,
     "qwen3": dense.qwen3,
+    "qwen3_moe": moe.qwen3_moe,
+    "glm4_moe": moe.glm4_moe,
+    "minimax_m2": moe.minimax_m2,
 }

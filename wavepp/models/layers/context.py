@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from wavepp.kernels.wave import Wave
 from wavepp.kernels.workspace import Workspace
 from wavepp.models.layers.rope import CosSin
-from wavepp.models.spec import RopeSpec
+from wavepp.models.mixer_specs import RopeSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from wavepp.models.spec import RopeSpec
+from wavepp.models.mixer_specs import RopeSpec
 
 CosSin = tuple[Tensor, Tensor]
 

@@ -1,0 +1,124 @@
+"""Every family beyond the dense ones: split, mixed into waves, resumed; equal to transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from model_oracle import BarePipeline, load_oracle, oracle_logits, random_prompt
+
+from wavepp.errors import ConfigError
+from wavepp.models.check import check_model
+from wavepp.models.config import read_model_spec
+from wavepp.models.loader import INDEX_NAME
+from wavepp.models.stage import tensor_names
+from wavepp.models.tiny import make_tiny
+
+MOE = ("qwen3_moe", "glm4_moe", "minimax_m2")
+FAMILIES = MOE
+SPLITS = [(8,), (3, 5), (1, 5, 2), (2, 1, 4, 1)]
+TOLERANCES = {}
+BLOCK = 64
+
+
+def tolerance(family: str) -> float:
+    return TOLERANCES.get(family, 2e-5)
+
+
+@pytest.fixture(scope="module")
+def expected_logits(tiny_oracle):
+    """(family, prompt) -> logits of transformers, computed once."""
+    made = {}
+
+    def logits(family: str, prompt: list[int]) -> torch.Tensor:
+        key = (family, tuple(prompt))
+        if key not in made:
+            made[key] = oracle_logits(tiny_oracle(family), prompt)
+        return made[key]
+
+    return logits
+
+
+def check(sequence, expected: torch.Tensor, family: str) -> None:
+    torch.testing.assert_close(sequence.all_logits(), expected, atol=tolerance(family), rtol=0)
+
+
+@pytest.mark.parametrize("budget", [64, 128, 1024])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pipeline_equals_transformers(tiny_folder, expected_logits, family, split, budget):
+    rng = random.Random(f"{family}{split}{budget}")
+    pipeline = BarePipeline(tiny_folder(family), split, block_size=BLOCK, blocks=24, seed=budget)
+    prompts = random.Random(family)
+    sequences = [pipeline.sequence(random_prompt(prompts, n)) for n in (1, 17, 64, 131, 333)]
+    pipeline.prefill(sequences, budget, rng)
+    for sequence in sequences:
+        check(sequence, expected_logits(family, sequence.token_ids), family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefix_resumes_at_every_block_boundary(tiny_folder, expected_logits, family):
+    rng = random.Random(3)
+    pipeline = BarePipeline(tiny_folder(family), (3, 5), block_size=BLOCK, blocks=64)
+    first = pipeline.sequence(random_prompt(rng, 300))
+    pipeline.prefill([first], 128, rng)
+    for at in range(0, 257, BLOCK):
+        prompt = first.token_ids[:at] + random_prompt(rng, 330 - at)
+        second = pipeline.sequence(prompt, like=first, at=at)
+        pipeline.prefill([second], 100, rng)
+        check(second, expected_logits(family, prompt)[at:], family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_report_counts_what_is_stored(tiny_folder, family):
+    """Names, bytes and parameters of the spec are those of the files."""
+    folder = tiny_folder(family)
+    index = json.loads((folder / INDEX_NAME).read_text())
+    report = check_model(folder, 2, (3, 5))
+    assert report.is_supported, report.unsupported
+    assert report.weight_bytes == index["metadata"]["total_size"]
+    assert sorted(tensor_names(read_model_spec(folder))) == sorted(index["weight_map"])
+
+
+VARIANTS = {
+    "softmax_weights_as_they_are": ("qwen3_moe", {"norm_topk_prob": False}),
+    "dense_layers_between": ("qwen3_moe", {"mlp_only_layers": [2], "decoder_sparse_step": 2}),
+    "groups": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
+    "no_dense_no_norm": ("glm4_moe", {"first_k_dense_replace": 0, "use_qk_norm": False}),
+    "sigmoid_weights_as_they_are": ("glm4_moe", {"norm_topk_prob": False, "n_shared_experts": 2}),
+    "many_experts": ("minimax_m2", {"num_local_experts": 40, "num_experts_per_tok": 6}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_equals_transformers(tmp_path, name):
+    family, overrides = VARIANTS[name]
+    folder = make_tiny(family, tmp_path, overrides=overrides)
+    rng = random.Random(name)
+    oracle = load_oracle(folder)
+    pipeline = BarePipeline(folder, (3, 5), block_size=BLOCK, blocks=16)
+    sequences = [pipeline.sequence(random_prompt(rng, n)) for n in (5, 97, 200)]
+    pipeline.prefill(sequences, 128, rng)
+    for sequence in sequences:
+        check(sequence, oracle_logits(oracle, sequence.token_ids), family)
+
+
+REFUSED = {
+    "use_sliding_window True": ("qwen3_moe", {"use_sliding_window": True}),
+    "n_group 3": ("glm4_moe", {"n_group": 3}),
+    "topk_group 5": ("glm4_moe", {"topk_group": 5}),
+    "scoring_func 'softmax'": ("minimax_m2", {"scoring_func": "softmax"}),
+    "qk_norm_type 'per_head'": ("minimax_m2", {"qk_norm_type": "per_head"}),
+    "rotary_dim 99": ("minimax_m2", {"rotary_dim": 99, "partial_rotary_factor": None}),
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_unsupported_is_refused_by_its_key(tiny_folder, tmp_path, named):
+    family, changes = REFUSED[named]
+    config = json.loads((tiny_folder(family) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError, match=named):
+        read_model_spec(tmp_path)
