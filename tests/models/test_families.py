@@ -14,10 +14,11 @@ from wavepp.models.check import check_model
 from wavepp.models.config import read_model_spec
 from wavepp.models.loader import INDEX_NAME
 from wavepp.models.stage import tensor_names
-from wavepp.models.tiny import make_tiny
+from wavepp.models.tiny import TINY_FAMILIES, make_tiny
 
 MOE = ("qwen3_moe", "glm4_moe", "minimax_m2")
-FAMILIES = MOE
+MLA = ("deepseek_v3",)
+FAMILIES = MOE + MLA
 SPLITS = [(8,), (3, 5), (1, 5, 2), (2, 1, 4, 1)]
 TOLERANCES = {}
 BLOCK = 64
@@ -88,6 +89,18 @@ VARIANTS = {
     "groups": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
     "no_dense_no_norm": ("glm4_moe", {"first_k_dense_replace": 0, "use_qk_norm": False}),
     "sigmoid_weights_as_they_are": ("glm4_moe", {"norm_topk_prob": False, "n_shared_experts": 2}),
+    "mla_full_query": ("deepseek_v3", {"q_lora_rank": None}),
+    "mla_bias_without_interleaving": (
+        "deepseek_v3",
+        {"attention_bias": True, "rope_interleave": False},
+    ),
+    "mla_bias": ("deepseek_v3", {"attention_bias": True}),
+    "mla_values_wider_than_keys": ("deepseek_v3", {"v_head_dim": 40}),
+    "mla_plain_rope": ("deepseek_v3", {"rope_parameters": {"rope_type": "default"}}),
+    "mla_mscales_differ": (
+        "deepseek_v3",
+        {"rope_parameters": {**TINY_FAMILIES["deepseek_v3"]["rope_parameters"], "mscale": 0.7}},
+    ),
     "many_experts": ("minimax_m2", {"num_local_experts": 40, "num_experts_per_tok": 6}),
 }
 
@@ -106,6 +119,8 @@ def test_variant_equals_transformers(tmp_path, name):
 
 
 REFUSED = {
+    "moe_layer_freq 2": ("deepseek_v3", {"moe_layer_freq": 2}),
+    "topk_method 'greedy'": ("deepseek_v3", {"topk_method": "greedy"}),
     "use_sliding_window True": ("qwen3_moe", {"use_sliding_window": True}),
     "n_group 3": ("glm4_moe", {"n_group": 3}),
     "topk_group 5": ("glm4_moe", {"topk_group": 5}),

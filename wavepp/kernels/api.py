@@ -22,6 +22,25 @@ Experts = tuple[Tensor, Tensor]  # gate and up [E, 2I, H], down [E, H, I]
 Routes = tuple[Tensor, Tensor]  # chosen experts int64 [T, k], their weights float32 [T, k]
 
 
+@dataclass(frozen=True, slots=True)
+class MlaHeads:
+    """What turns latents into keys and values, and the factor of q . k.
+
+    Attributes:
+        key_up: K of every head, [H, dn, R].
+        value_up: V of every head, [H, dv, R].
+    """
+
+    key_up: Tensor
+    value_up: Tensor
+    scale: float
+
+    @property
+    def part_of(self) -> tuple[int, int, int]:
+        """H, dn, dv."""
+        return self.key_up.shape[0], self.key_up.shape[1], self.value_up.shape[1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """One implementation of every operation; signatures and shapes are those of torch_ref.
@@ -36,6 +55,8 @@ class Ops:
         linear_add_: (residual [T, O], x, weight, bias) -> [T, O]; may overwrite the residual
         write_paged: (pools, k, v, plan) -> None
         attn_paged: ((q, k, v), pools, plan, scale, workspace) -> [T, H * D]
+        write_rows: (pool, rows [T, D], plan) -> None
+        mla_paged: ((q [T, H, dn + dr], latents), heads, pool, plan, workspace) -> [T, H * dv]
         moe: (x [T, H], routes, experts, activation) -> float32 [T, H]
 
     `out` is where a result goes (None: a new tensor); an implementation may ignore it, so only what
@@ -51,4 +72,6 @@ class Ops:
     linear_add_: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     write_paged: Callable[[KvPools, Tensor, Tensor, AttentionPlan], None]
     attn_paged: Callable[[Qkv, KvPools, AttentionPlan, float, Workspace], Tensor]
+    write_rows: Callable[[Tensor, Tensor, AttentionPlan], None]
+    mla_paged: Callable[[tuple[Tensor, Tensor], MlaHeads, Tensor, AttentionPlan, Workspace], Tensor]
     moe: Callable[[Tensor, Routes, Experts, Glu], Tensor]

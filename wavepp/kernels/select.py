@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wavepp.kernels import torch_attention, torch_moe, torch_ref
+from wavepp.kernels import torch_attention, torch_mla, torch_moe, torch_ref
 from wavepp.kernels.api import Ops
 
 
@@ -60,5 +60,7 @@ def _torch_ops() -> Ops:
         linear_add_=torch_ref.linear_add_,
         write_paged=torch_attention.write_paged,
         attn_paged=torch_attention.attn_paged,
+        write_rows=torch_mla.write_rows,
+        mla_paged=torch_mla.mla_paged,
         moe=torch_moe.moe,
     )

@@ -63,6 +63,20 @@ def read_rope(
     return _yarn(rope, common, original, config.integer("max_position_embeddings"))
 
 
+def score_factor(config: JsonConfig) -> float:
+    """What a latent attention's scores are multiplied by beside qk_dim ** -0.5 (DeepSeek's YaRN).
+
+    Cosines and sines carry mscale / mscale_all_dim; queries and keys each carry mscale_all_dim.
+    """
+    values, where = _parameters(config)
+    rope = JsonConfig(values, where)
+    kind = rope.text("rope_type", str(values.get("type", "default")))
+    all_dim = rope.optional_number("mscale_all_dim") if rope.raw("mscale_all_dim") else None
+    if kind == "default" or all_dim is None:
+        return 1.0
+    return yarn_mscale(rope.number("factor"), all_dim) ** 2
+
+
 def _fraction(config: JsonConfig, rope: JsonConfig, head_dim: int, default: float) -> float:
     """The share of a head's dims that turns."""
     if rope.raw("partial_rotary_factor") is not None:

@@ -47,6 +47,15 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_MLA = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
     "mistral": {"model_type": "mistral", "sliding_window": None},
@@ -74,6 +83,27 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_EXPERTS,
+        **_MLA,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         "intermediate_size": 32,
@@ -84,6 +114,7 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _LEGACY_ROPE = (
+    "deepseek_v3",
     "llama",
     "mistral",
     "qwen2",
