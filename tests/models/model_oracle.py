@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wavepp.kernels.recurrent_plan import RecurrentSlots
 from wavepp.kernels.select import select_ops
 from wavepp.kernels.wave import Span, build_wave
 from wavepp.models.cache_pools import CachePools
@@ -54,6 +55,9 @@ class BareSequence:
         self.table = table
         self.position = position
         self.logits: list[Tensor] = []
+        self.slot: int | None = None
+        self.read_from: int | None = None
+        self.snapshots: dict[int, int] = {}
 
     @property
     def remaining(self) -> int:
@@ -82,7 +86,9 @@ class BarePipeline:
         self.spec = read_model_spec(folder, str(dtype).removeprefix("torch."))
         self.block_size = block_size
         self.free = list(range(blocks))
+        self.free_slots = list(range(blocks))
         random.Random(seed).shuffle(self.free)
+        random.Random(seed + 1).shuffle(self.free_slots)
         self.stages: list[StageModel] = []
         self.pools: list[list[tuple[Tensor, ...]]] = []
         units = {group.name: blocks for group in self.spec.groups}
@@ -102,7 +108,29 @@ class BarePipeline:
         shared = [] if like is None else like.table[: at // self.block_size].tolist()
         assert at % self.block_size == 0
         own = [self.free.pop() for _ in range(count - len(shared))]
-        return BareSequence(token_ids, np.array(shared + own, dtype=np.int32), at)
+        made = BareSequence(token_ids, np.array(shared + own, dtype=np.int32), at)
+        made.read_from = like.snapshots[at] if like is not None and self.recurrent and at else None
+        return made
+
+    @property
+    def recurrent(self) -> list[str]:
+        return [group.name for group in self.spec.groups if group.kind == "recurrent"]
+
+    def states(self, sequence: BareSequence, length: int) -> dict[str, RecurrentSlots]:
+        """Slots of a chunk, with a snapshot at every block boundary in it."""
+        if not self.recurrent:
+            return {}
+        if sequence.slot is None:
+            sequence.slot = self.free_slots.pop()
+        start, size = sequence.position, self.block_size
+        inner = range(size - start % size, length + 1, size)
+        taken = [(offset, self.free_slots.pop()) for offset in inner]
+        sequence.snapshots.update({start + offset: unit for offset, unit in taken})
+        slots = RecurrentSlots(
+            read_slot=sequence.read_from, write_slot=sequence.slot, snapshots=tuple(taken)
+        )
+        sequence.read_from = sequence.slot
+        return dict.fromkeys(self.recurrent, slots)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[tuple[BareSequence, int]]) -> None:
@@ -110,7 +138,12 @@ class BarePipeline:
         groups = wave_groups(self.spec, 0, self.spec.num_layers)
         names = [group.name for group in groups]
         spans = [
-            Span(start=s.position, length=n, tables=dict.fromkeys(names, s.table))
+            Span(
+                start=s.position,
+                length=n,
+                tables=dict.fromkeys(names, s.table),
+                states=self.states(s, n),
+            )
             for s, n in chunks
         ]
         wave = build_wave(spans, groups, self.block_size, CPU)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +14,16 @@ from model_oracle import BarePipeline, load_oracle, oracle_logits, random_prompt
 from wavepp.errors import ConfigError
 from wavepp.models.check import check_model
 from wavepp.models.config import read_model_spec
-from wavepp.models.loader import INDEX_NAME
+from wavepp.models.loader import INDEX_NAME, stored_names
 from wavepp.models.stage import tensor_names
 from wavepp.models.tiny import TINY_FAMILIES, make_tiny
 
 MOE = ("qwen3_moe", "glm4_moe", "minimax_m2")
 MLA = ("deepseek_v3",)
-FAMILIES = MOE + MLA
+RECURRENT = ("kimi_linear",)
+FAMILIES = MOE + MLA + RECURRENT
 SPLITS = [(8,), (3, 5), (1, 5, 2), (2, 1, 4, 1)]
-TOLERANCES = {}
+TOLERANCES = dict.fromkeys(RECURRENT, 1e-4)
 BLOCK = 64
 
 
@@ -80,7 +83,9 @@ def test_report_counts_what_is_stored(tiny_folder, family):
     report = check_model(folder, 2, (3, 5))
     assert report.is_supported, report.unsupported
     assert report.weight_bytes == index["metadata"]["total_size"]
-    assert sorted(tensor_names(read_model_spec(folder))) == sorted(index["weight_map"])
+    assert sorted(tensor_names(read_model_spec(folder), stored_names(folder))) == sorted(
+        index["weight_map"]
+    )
 
 
 VARIANTS = {
@@ -137,3 +142,55 @@ def test_unsupported_is_refused_by_its_key(tiny_folder, tmp_path, named):
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ConfigError, match=named):
         read_model_spec(tmp_path)
+
+
+def test_dense_layer_is_found_where_transformers_writes_it(tiny_folder, tiny_oracle, tmp_path):
+    folder = Path(shutil.copytree(tiny_folder("kimi_linear"), tmp_path / "again"))
+    tiny_oracle("kimi_linear").save_pretrained(folder / "saved")
+    for file in folder.glob("model*"):
+        file.unlink()
+    for file in (folder / "saved").glob("*.safetensors*"):
+        file.rename(folder / file.name)
+    assert "model.layers.0.block_sparse_moe.up_proj.weight" in stored_names(folder)
+    assert check_model(folder).is_supported
+    prompt = random_prompt(random.Random(0), 90)
+    pipeline = BarePipeline(folder, (1, 7), block_size=BLOCK, blocks=8)
+    sequence = pipeline.sequence(prompt)
+    pipeline.prefill([sequence], 64, random.Random(0))
+    check(sequence, oracle_logits(tiny_oracle("kimi_linear"), prompt), "kimi_linear")
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_restored_snapshot_is_bit_equal(tiny_folder, family):
+    """A second request from a snapshot equals going on from the working slot itself, bit by bit."""
+    rng = random.Random(9)
+    tokens = random_prompt(rng, 320)
+    whole = BarePipeline(tiny_folder(family), (2, 6), block_size=BLOCK, blocks=64)
+    first = whole.sequence(tokens)
+    whole.run([(first, 192)])
+    restored = whole.sequence(tokens, like=first, at=192)
+    whole.run([(first, 128)])
+    assert restored.read_from == first.snapshots[192] != first.slot
+    whole.run([(restored, 128)])
+    assert torch.equal(restored.all_logits(), first.logits[-1])
+    for stage, pools in zip(whole.stages, whole.pools, strict=True):
+        for layer, held in zip(whole.spec.layers[stage.lo : stage.hi], pools, strict=True):
+            if layer.group == "recurrent":
+                assert all(torch.equal(p[first.slot], p[restored.slot]) for p in held)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_snapshots_do_not_depend_on_the_waves(tiny_folder, family):
+    tokens = random_prompt(random.Random(2), 256)
+    kept = []
+    for cuts in ((256,), (64, 128, 64), (192, 64)):
+        pipeline = BarePipeline(tiny_folder(family), (8,), block_size=BLOCK, blocks=32)
+        sequence = pipeline.sequence(tokens)
+        for length in cuts:
+            pipeline.run([(sequence, length)])
+        unit = sequence.snapshots[192]
+        layers = zip(pipeline.spec.layers, pipeline.pools[0], strict=True)
+        kept.append([p[unit] for layer, ps in layers if layer.group == "recurrent" for p in ps])
+    for other in kept[1:]:
+        for one, same in zip(kept[0], other, strict=True):
+            torch.testing.assert_close(one, same, atol=1e-5, rtol=1e-4)

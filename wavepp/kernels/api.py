@@ -6,12 +6,13 @@ through this table and know no library. `torch_ref` says what each must compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from wavepp.kernels.attention_plan import AttentionPlan
+from wavepp.kernels.recurrent_plan import StateSpan
 from wavepp.kernels.workspace import Workspace
 
 Qkv = tuple[Tensor, Tensor, Tensor]  # q [T, H, D]; k, v [T, K, D]
@@ -42,6 +43,25 @@ class MlaHeads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaInputs:
+    """What the gated delta rule is applied to.
+
+    Attributes:
+        q, k: [T, Hk, K], as projected: the rule brings them to unit length and scales q by
+            K ** -0.5; each of the Hk heads serves H / Hk value heads in a row.
+        v: [T, H, V].
+        log_decay: float32 [T, H, K], or [T, H, 1] for one decay a head; never positive.
+        beta: float32 [T, H], how much of a value is written.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """One implementation of every operation; signatures and shapes are those of torch_ref.
 
@@ -57,6 +77,8 @@ class Ops:
         attn_paged: ((q, k, v), pools, plan, scale, workspace) -> [T, H * D]
         write_rows: (pool, rows [T, D], plan) -> None
         mla_paged: ((q [T, H, dn + dr], latents), heads, pool, plan, workspace) -> [T, H * dv]
+        short_conv: (x [T, C], weight [C, W], pool, spans) -> [T, C], SiLU applied
+        delta_rule: (inputs, pool, spans) -> [T, H, V]
         moe: (x [T, H], routes, experts, activation) -> float32 [T, H]
 
     `out` is where a result goes (None: a new tensor); an implementation may ignore it, so only what
@@ -74,4 +96,6 @@ class Ops:
     attn_paged: Callable[[Qkv, KvPools, AttentionPlan, float, Workspace], Tensor]
     write_rows: Callable[[Tensor, Tensor, AttentionPlan], None]
     mla_paged: Callable[[tuple[Tensor, Tensor], MlaHeads, Tensor, AttentionPlan, Workspace], Tensor]
+    short_conv: Callable[[Tensor, Tensor, Tensor, Sequence[StateSpan]], Tensor]
+    delta_rule: Callable[[DeltaInputs, Tensor, Sequence[StateSpan]], Tensor]
     moe: Callable[[Tensor, Routes, Experts, Glu], Tensor]

@@ -10,7 +10,7 @@ per wave, here, and shared by all layers. Owns no cache and no weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,24 @@ import torch
 from torch import Tensor
 
 from wavepp.kernels.attention_plan import AttentionPlan, plan_attention
+from wavepp.kernels.recurrent_plan import RecurrentSlots, StateSpan, plan_states
 
 Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """`length` tokens of one sequence from position `start`; `tables`: group name -> block ids."""
+    """`length` tokens of one sequence from position `start`.
+
+    Attributes:
+        tables: group name -> block ids, for groups that keep blocks.
+        states: group name -> slots, for recurrent groups.
+    """
 
     start: int
     length: int
     tables: Mapping[str, Int32Array]
+    states: Mapping[str, RecurrentSlots] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +61,13 @@ class Wave:
     Attributes:
         positions: int64 [T], position of every row in its sequence.
         plans: group name -> cache slots and attention batches.
+        states: recurrent group name -> the spans with their state slots.
     """
 
     spans: tuple[Span, ...]
     positions: Tensor
     plans: Mapping[str, AttentionPlan]
+    states: Mapping[str, tuple[StateSpan, ...]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -76,10 +85,13 @@ def build_wave(
         [np.arange(span.start, span.start + span.length, dtype=np.int64) for span in spans]
     )
     extents = [(span.start, span.length) for span in spans]
-    plans = {}
+    plans, states = {}, {}
     for group in groups:
+        if group.recurrent:
+            states[group.name] = plan_states(extents, [span.states[group.name] for span in spans])
+            continue
         tables = [span.tables[group.name] for span in spans]
         plans[group.name] = plan_attention(
             extents, tables, block_size, window=group.window, device=device
         )
-    return Wave(tuple(spans), torch.from_numpy(positions).to(device), plans)
+    return Wave(tuple(spans), torch.from_numpy(positions).to(device), plans, states)

@@ -59,9 +59,10 @@ def _free_bytes(config: EngineConfig) -> int:
 
 
 class CachePools:
-    """The tensors of a stage's cache: for each layer its pools, [units, B, *shape of a token].
+    """The tensors of a stage's cache: for each layer its pools.
 
-    `units` has the blocks of every cache group.
+    A pool is [units, B, *shape of a token], or [units, *shape of a state] in recurrent groups.
+    `units` has the blocks (or state slots) of every cache group.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class CachePools:
         block_size: int,
         device: torch.device,
     ) -> None:
+        recurrent = {group.name for group in spec.groups if group.kind == "recurrent"}
         self.layers: list[tuple[Tensor, ...]] = []
         for layer in spec.layers[layers[0] : layers[1]]:
+            block = () if layer.group in recurrent else (block_size,)
             tensors = tuple(
                 torch.empty(
-                    (units[layer.group], block_size, *tensor.shape),
+                    (units[layer.group], *block, *tensor.shape),
                     dtype=TORCH_DTYPES[tensor.dtype],
                     device=device,
                 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wavepp.errors import ConfigError
 from wavepp.models.config import read_model_spec
-from wavepp.models.loader import INDEX_NAME, missing_tensors
+from wavepp.models.loader import INDEX_NAME, missing_tensors, stored_names
 from wavepp.models.partition import stage_layers
 from wavepp.models.spec import DTYPE_BYTES, CarryTensorSpec, ModelSpec
 from wavepp.models.stage import tensor_names
@@ -131,7 +131,7 @@ def _stage(spec: ModelSpec, index: int, lo: int, hi: int) -> StageReport:
 def _weight_problems(spec: ModelSpec, folder: Path) -> tuple[str, ...]:
     """Missing weights, in few sentences."""
     try:
-        missing = missing_tensors(folder, tensor_names(spec))
+        missing = missing_tensors(folder, tensor_names(spec, stored_names(folder)))
     except ConfigError as error:
         return (str(error),)
     if not missing:

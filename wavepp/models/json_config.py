@@ -75,6 +75,10 @@ class JsonConfig:
             raise self.fail(key, "is not an object")
         return value
 
+    def child(self, key: str) -> JsonConfig:
+        """A nested object; its complaints name it. Empty when absent or null."""
+        return JsonConfig(self.mapping(key), f"{self.name}: {key}")
+
     def int_list(self, key: str) -> tuple[int, ...]:
         """An integer or a list of integers, as a tuple; empty when absent or null."""
         value = self._values.get(key)

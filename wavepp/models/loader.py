@@ -8,7 +8,7 @@ place, so a stage never holds more than its own weights plus one tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,10 @@ class WeightSource(Protocol):
 
     def read_rows(self, names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
         """Several tensors stacked along dim 0: [sum(rows), columns], or [sum(rows)] for None."""
+        ...
+
+    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The first `count` elements of a tensor of any shape, which may be padded behind them."""
         ...
 
 
@@ -89,8 +93,18 @@ class CheckpointReader:
             begin += count
         return out
 
-    def _mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The stored tensor, mapped from its file."""
+    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The first elements of a tensor; see WeightSource."""
+        out = torch.empty((count,), dtype=dtype or self._dtype, device=self._device)
+        stored = self._mapped(name, None).reshape(-1)
+        if stored.shape[0] < count:
+            raise ConfigError(
+                f"{self._folder}: {name!r} has {stored.shape[0]} elements, config.json says {count}"
+            )
+        return out.copy_(stored[:count])
+
+    def _mapped(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
+        """The stored tensor, mapped from its file; `shape` None: whatever it has."""
         if name not in self._files:
             raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
         file = self._files[name]
@@ -98,7 +112,7 @@ class CheckpointReader:
             tensor: Tensor = self._handle(file).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self._folder / file}: can't read {name!r}: {error}") from None
-        if tuple(tensor.shape) != shape:
+        if shape is not None and tuple(tensor.shape) != shape:
             found = list(tensor.shape)
             raise ConfigError(
                 f"{self._folder / file}: {name!r} has shape {found}, config.json says {list(shape)}"
@@ -153,16 +167,25 @@ class DummyWeights:
         parts = [self.read(name, (count, *tail)) for name, count in zip(names, rows, strict=True)]
         return torch.cat(parts)
 
+    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of `count` elements; see WeightSource."""
+        return self.read(name, (count,), dtype=dtype)
+
 
 class NameRecorder:
-    """Reads nothing: notes the names that are asked for, and hands out tensors without memory."""
+    """Reads nothing: notes the names that are asked for, and hands out tensors without memory.
 
-    def __init__(self) -> None:
+    Args:
+        have: names of the checkpoint in question, which decide between two spellings of one tensor.
+    """
+
+    def __init__(self, have: Container[str] = ()) -> None:
+        self._have = have
         self.names: list[str] = []
 
     def has(self, name: str) -> bool:
-        """Optional tensors are not asked for."""
-        return False
+        """Whether the checkpoint in question has it."""
+        return name in self._have
 
     def read(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
@@ -175,6 +198,19 @@ class NameRecorder:
         """A tensor on the meta device; see WeightSource."""
         self.names.extend(names)
         return torch.empty((sum(rows), *(() if columns is None else (columns,))), device="meta")
+
+    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor on the meta device; see WeightSource."""
+        return self.read(name, (count,), dtype=dtype)
+
+
+def stored_names(folder: str | Path) -> frozenset[str]:
+    """Names of all tensors of a checkpoint; no weight is read.
+
+    Raises:
+        ConfigError: there is no checkpoint, or its index is damaged.
+    """
+    return frozenset(_weight_map(Path(folder)))
 
 
 def missing_tensors(folder: str | Path, names: Sequence[str]) -> tuple[str, ...]:

@@ -185,7 +185,6 @@ class DeltaSpec:
     gate_rank: int | None = None
     decay_rank: int = 0
     lower_bound: float | None = None
-    padded_decay: int | None = None
     merged: bool = False
 
     @property
@@ -212,7 +211,7 @@ class DeltaSpec:
         if self.kind == "gdn":
             return count + hidden * values + self.heads * hidden + 2 * self.heads
         count += self.decay_rank * (hidden + self.key_size) + self.key_size
-        count += self.padded_decay or self.heads
+        count += self.heads
         if self.gate_rank is None:
             return count + hidden * values
         return count + self.gate_rank * (hidden + values)

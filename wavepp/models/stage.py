@@ -5,7 +5,7 @@ Owns weights; the cache is handed in. Knows waves and tensors, nothing of reques
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -167,8 +167,12 @@ def wave_groups(spec: ModelSpec, lo: int, hi: int) -> tuple[GroupWindow, ...]:
     )
 
 
-def tensor_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Names of all weights a whole model reads, without reading any."""
-    recorder = NameRecorder()
+def tensor_names(spec: ModelSpec, have: Container[str] = ()) -> tuple[str, ...]:
+    """Names of all weights a whole model reads, without reading any.
+
+    Args:
+        have: names of a checkpoint, which decide where there are two spellings.
+    """
+    recorder = NameRecorder(have)
     StageModel(spec, 0, spec.num_layers, recorder, select_ops(torch.device("meta")))
     return tuple(recorder.names)

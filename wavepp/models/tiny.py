@@ -8,6 +8,7 @@ builds the model (so its own forward is an oracle for it); the files are written
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -104,6 +105,28 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 128,
         },
     },
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        **_MLA,
+        "q_lora_rank": None,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_renormalize": True,
+        "routed_scaling_factor": 2.446,
+        "model_max_length": 4096,
+        "linear_attn_config": {
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+            "kda_layers": [1, 2, 3, 5, 6, 7],
+            "full_attn_layers": [4, 8],
+        },
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         "intermediate_size": 32,
@@ -171,10 +194,15 @@ def _build(values: Mapping[str, Any], seed: int) -> tuple[Any, dict[str, Tensor]
     _randomise(model, seed)
     config.architectures = [type(model).__name__]
     stored = revert_weight_conversion(cast("Any", model), model.state_dict())
-    tensors = {name: tensor.detach() for name, tensor in stored.items()}
+    tensors = {_released(name): tensor.detach() for name, tensor in stored.items()}
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     return config, tensors
+
+
+def _released(name: str) -> str:
+    """The released name: transformers stores Kimi Linear's dense MLPs where experts are."""
+    return re.sub(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.)", r".mlp.\1", name)
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
@@ -188,7 +216,7 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(0.2 * noise)
             elif "norm" in name and name.endswith("weight"):
                 parameter.add_(0.2 * noise)
-            elif name.endswith("bias"):
+            elif name.endswith("bias") and not name.endswith("dt_bias"):
                 parameter.copy_(0.1 * noise)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from wavepp.models.families import dense, mla, moe
+from wavepp.models.families import dense, kimi, mla, moe
 from wavepp.models.json_config import JsonConfig
 from wavepp.models.spec import DtypeName, ModelSpec
 
@@ -21,5 +21,6 @@ FAMILIES: Mapping[str, FamilyBuilder] = {
     "qwen3_moe": moe.qwen3_moe,
     "glm4_moe": moe.glm4_moe,
     "deepseek_v3": mla.deepseek_v3,
+    "kimi_linear": kimi.kimi_linear,
     "minimax_m2": moe.minimax_m2,
 }

@@ -10,11 +10,12 @@ from wavepp.kernels.api import Ops, Pools
 from wavepp.kernels.workspace import Workspace
 from wavepp.models.layers.context import WaveContext
 from wavepp.models.layers.gqa import GqaLayer
+from wavepp.models.layers.kda import KdaLayer
 from wavepp.models.layers.mla import MlaLayer
 from wavepp.models.layers.mlp import DenseMlp
 from wavepp.models.layers.moe import MoeMlp
 from wavepp.models.loader import WeightSource
-from wavepp.models.mixer_specs import GqaSpec, MlaSpec
+from wavepp.models.mixer_specs import DeltaSpec, GqaSpec, MlaSpec
 from wavepp.models.mlp_specs import DenseMlpSpec, MoeSpec
 from wavepp.models.spec import LayerSpec
 
@@ -87,8 +88,8 @@ def build_mixer(
             return GqaLayer(spec.mixer, norm_eps, weights, f"{prefix}.self_attn", ops)
         case MlaSpec():
             return MlaLayer(spec.mixer, weights, f"{prefix}.self_attn", ops)
-        case _:
-            raise TypeError(spec.mixer)
+        case DeltaSpec():
+            return KdaLayer(spec.mixer, weights, f"{prefix}.self_attn", ops)
 
 
 def build_mlp(
