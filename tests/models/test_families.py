@@ -19,7 +19,7 @@ from wavepp.models.stage import tensor_names
 from wavepp.models.tiny import TINY_FAMILIES, make_tiny
 
 MOE = ("qwen3_moe", "glm4_moe", "minimax_m2")
-MLA = ("deepseek_v3",)
+MLA = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 RECURRENT = ("kimi_linear",)
 FAMILIES = MOE + MLA + RECURRENT
 SPLITS = [(8,), (3, 5), (1, 5, 2), (2, 1, 4, 1)]
@@ -106,6 +106,8 @@ VARIANTS = {
         "deepseek_v3",
         {"rope_parameters": {**TINY_FAMILIES["deepseek_v3"]["rope_parameters"], "mscale": 0.7}},
     ),
+    "dsa_pattern": ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 4}),
+    "dsa_more_keys": ("glm_moe_dsa", {"index_topk": 150, "v_head_dim": 24}),
     "many_experts": ("minimax_m2", {"num_local_experts": 40, "num_experts_per_tok": 6}),
 }
 
@@ -124,6 +126,14 @@ def test_variant_equals_transformers(tmp_path, name):
 
 
 REFUSED = {
+    "indexer_types .* begins with a shared": ("glm_moe_dsa", {"indexer_types": ["shared"] * 8}),
+    "indexer_types .* is not full": ("glm_moe_dsa", {"indexer_types": ["full"] * 7}),
+    "index_head_dim 4": ("deepseek_v32", {"index_head_dim": 4}),
+    "full_attn_layers .4.": (
+        "kimi_linear",
+        {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2]}},
+    ),
+    "mla_use_nope False": ("kimi_linear", {"mla_use_nope": False}),
     "moe_layer_freq 2": ("deepseek_v3", {"moe_layer_freq": 2}),
     "topk_method 'greedy'": ("deepseek_v3", {"topk_method": "greedy"}),
     "use_sliding_window True": ("qwen3_moe", {"use_sliding_window": True}),

@@ -77,6 +77,8 @@ class Ops:
         attn_paged: ((q, k, v), pools, plan, scale, workspace) -> [T, H * D]
         write_rows: (pool, rows [T, D], plan) -> None
         mla_paged: ((q [T, H, dn + dr], latents), heads, pool, plan, workspace) -> [T, H * dv]
+        dsa_select: ((q [T, n, d], weights), pool, plan, top_k, workspace) -> int32 [T, top_k]
+        dsa_attend: ((q, choices), heads, pool, plan, out [T, H * dv]) -> out
         short_conv: (x [T, C], weight [C, W], pool, spans) -> [T, C], SiLU applied
         delta_rule: (inputs, pool, spans) -> [T, H, V]
         moe: (x [T, H], routes, experts, activation) -> float32 [T, H]
@@ -96,6 +98,8 @@ class Ops:
     attn_paged: Callable[[Qkv, KvPools, AttentionPlan, float, Workspace], Tensor]
     write_rows: Callable[[Tensor, Tensor, AttentionPlan], None]
     mla_paged: Callable[[tuple[Tensor, Tensor], MlaHeads, Tensor, AttentionPlan, Workspace], Tensor]
+    dsa_select: Callable[[tuple[Tensor, Tensor], Tensor, AttentionPlan, int, Workspace], Tensor]
+    dsa_attend: Callable[[tuple[Tensor, Tensor], MlaHeads, Tensor, AttentionPlan, Tensor], Tensor]
     short_conv: Callable[[Tensor, Tensor, Tensor, Sequence[StateSpan]], Tensor]
     delta_rule: Callable[[DeltaInputs, Tensor, Sequence[StateSpan]], Tensor]
     moe: Callable[[Tensor, Routes, Experts, Glu], Tensor]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wavepp.kernels import torch_attention, torch_delta, torch_mla, torch_moe, torch_ref
+from wavepp.kernels import torch_attention, torch_delta, torch_dsa, torch_mla, torch_moe, torch_ref
 from wavepp.kernels.api import Ops
 
 
@@ -62,6 +62,8 @@ def _torch_ops() -> Ops:
         attn_paged=torch_attention.attn_paged,
         write_rows=torch_mla.write_rows,
         mla_paged=torch_mla.mla_paged,
+        dsa_select=torch_dsa.dsa_select,
+        dsa_attend=torch_dsa.dsa_attend,
         short_conv=torch_delta.short_conv,
         delta_rule=torch_delta.delta_rule,
         moe=torch_moe.moe,

@@ -92,6 +92,6 @@ def build_wave(
             continue
         tables = [span.tables[group.name] for span in spans]
         plans[group.name] = plan_attention(
-            extents, tables, block_size, window=group.window, device=device
+            extents, tables, block_size, window=group.window, top_k=group.top_k, device=device
         )
     return Wave(tuple(spans), torch.from_numpy(positions).to(device), plans, states)

@@ -15,13 +15,19 @@ from wavepp.models.stage import tensor_names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """One cache group of one stage; `bytes_per_token` is per state slot for recurrent groups."""
+    """One cache group of one stage.
+
+    Attributes:
+        bytes_per_token: per state slot for recurrent groups.
+        tensors: what it is made of: the name of each cached tensor and its share of those bytes.
+    """
 
     name: str
     kind: str
     layers: int
     bytes_per_token: int
     window: int | None
+    tensors: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,11 @@ class StageReport:
     def cache_bytes_per_token(self) -> int:
         """Bytes its attention and sliding groups keep for one token."""
         return sum(g.bytes_per_token for g in self.groups if g.kind != "recurrent")
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot of its recurrent layers; 0 if it has none."""
+        return sum(g.bytes_per_token for g in self.groups if g.kind == "recurrent")
 
     @property
     def carry_bytes_per_token(self) -> int:
@@ -116,6 +127,7 @@ def _stage(spec: ModelSpec, index: int, lo: int, hi: int) -> StageReport:
             layers=sum(layer.group == group.name for layer in spec.layers[lo:hi]),
             bytes_per_token=spec.cache_bytes(group.name, lo, hi),
             window=group.window,
+            tensors=_cached(spec, group.name, lo, hi),
         )
         for group in spec.groups_in(lo, hi)
     )
@@ -126,6 +138,15 @@ def _stage(spec: ModelSpec, index: int, lo: int, hi: int) -> StageReport:
         groups=groups,
         carry=spec.carry_at(hi) if hi < spec.num_layers else (),
     )
+
+
+def _cached(spec: ModelSpec, group: str, lo: int, hi: int) -> tuple[tuple[str, int], ...]:
+    """Name and bytes of every kind of tensor that layers [lo, hi) keep in a group."""
+    sizes: dict[str, int] = {}
+    for layer in spec.layers[lo:hi]:
+        for tensor in layer.cache if layer.group == group else ():
+            sizes[tensor.name] = sizes.get(tensor.name, 0) + tensor.nbytes
+    return tuple(sizes.items())
 
 
 def _weight_problems(spec: ModelSpec, folder: Path) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 Owns no tensors and reads no files. A stage is a contiguous range of layers [lo, hi); a *boundary* b
 lies before layer b, so stage [lo, hi) takes the carry at lo and gives the carry at hi. The carry is
-typed because some families pass more than hidden states on; the families here pass exactly those.
+typed because some families pass more than hidden states on: the keys that sparse attention chose.
 
     boundary:   0        lo                hi        L
                 | ...    |  layers lo..hi-1 |   ...  |
@@ -15,11 +15,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from wavepp.models.mixer_specs import MixerSpec
+from wavepp.models.mixer_specs import MixerSpec, MlaSpec
 from wavepp.models.mlp_specs import MlpSpec
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+CarryDtype = DtypeName | Literal["int32"]
+TOP_K = "top_k"  # the carry with the keys that sparse attention chose
+STATE_GROUP = "recurrent"
 
 GroupKind = Literal["attention", "sliding", "recurrent"]
 
@@ -82,12 +85,13 @@ class CarryTensorSpec:
 
     name: str
     shape: tuple[int, ...]
-    dtype: DtypeName
+    dtype: CarryDtype
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that cross for one token."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        size = 4 if self.dtype == "int32" else DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +117,23 @@ class ModelSpec:
     @property
     def preferred_cuts(self) -> tuple[int, ...]:
         """Boundaries where the carry is smallest; the automatic partition cuts there if it can."""
-        return tuple(range(1, self.num_layers))
+        return tuple(b for b in range(1, self.num_layers) if self.choice_at(b) is None)
 
     def carry_at(self, boundary: int) -> tuple[CarryTensorSpec, ...]:
         """What goes from the stage that ends at `boundary` (0 < boundary < L) to the next."""
         assert 0 < boundary < self.num_layers, boundary
-        return (CarryTensorSpec(name="hidden", shape=(self.hidden_size,), dtype=self.dtype),)
+        hidden = CarryTensorSpec(name="hidden", shape=(self.hidden_size,), dtype=self.dtype)
+        choice = self.choice_at(boundary)
+        if choice is None:
+            return (hidden,)
+        return (hidden, CarryTensorSpec(name=TOP_K, shape=(choice,), dtype="int32"))
+
+    def choice_at(self, boundary: int) -> int | None:
+        """How many chosen keys a token layer `boundary` takes over; None: it takes none over."""
+        mixer = self.layers[boundary].mixer
+        if isinstance(mixer, MlaSpec) and mixer.indexer is not None and mixer.indexer.shared:
+            return mixer.indexer.top_k
+        return None
 
     def groups_in(self, lo: int, hi: int) -> tuple[CacheGroupSpec, ...]:
         """The cache groups that layers [lo, hi) use, in the model's order."""

@@ -18,13 +18,14 @@ from wavepp.models.layers.context import WaveContext
 from wavepp.models.layers.decoder import DecoderLayer
 from wavepp.models.layers.rope import CosSin, cos_sin, inverse_frequencies
 from wavepp.models.loader import NameRecorder, WeightSource
-from wavepp.models.mixer_specs import DeltaSpec, RopeSpec
-from wavepp.models.spec import DtypeName, LayerSpec, ModelSpec
+from wavepp.models.mixer_specs import DeltaSpec, MlaSpec, RopeSpec
+from wavepp.models.spec import CarryDtype, LayerSpec, ModelSpec
 
-TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
+TORCH_DTYPES: dict[CarryDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "int32": torch.int32,
 }
 Activations = dict[str, Tensor]  # the tensors of a carry, in the stage's own dtype
 
@@ -97,7 +98,8 @@ class StageModel:
         for tensor in declared:
             given = carry[tensor.name]
             assert tuple(given.shape[1:]) == tensor.shape, (tensor, tuple(given.shape))
-            activations[tensor.name] = given.to(device=self.device, dtype=self.dtype, copy=True)
+            dtype = torch.int32 if tensor.dtype == "int32" else self.dtype
+            activations[tensor.name] = given.to(device=self.device, dtype=dtype, copy=True)
         return activations
 
     def forward(self, activations: Activations, wave: Wave, pools: Sequence[Pools]) -> Activations:
@@ -109,10 +111,12 @@ class StageModel:
         """
         x = activations["hidden"]
         assert x.shape[0] == wave.num_tokens, (tuple(x.shape), wave.num_tokens)
-        context = WaveContext(wave, self._rope_tables(wave.positions), self._workspace)
+        carried = {name: given for name, given in activations.items() if name != "hidden"}
+        ropes = self._rope_tables(wave.positions)
+        context = WaveContext(wave, ropes, self._workspace, carried)
         for layer, layer_pools in zip(self._layers, pools, strict=True):
             x = layer.forward(x, context, layer_pools)
-        return {"hidden": x}
+        return {"hidden": x, **carried}
 
     def send(self, activations: Activations) -> dict[str, Tensor]:
         """The carry at `hi`, as declared: what the next stage receives."""
@@ -162,9 +166,21 @@ def _ropes(layers: Sequence[LayerSpec]) -> set[RopeSpec]:
 def wave_groups(spec: ModelSpec, lo: int, hi: int) -> tuple[GroupWindow, ...]:
     """The cache groups of layers [lo, hi), as `build_wave` takes them."""
     return tuple(
-        GroupWindow(name=group.name, window=group.window, recurrent=group.kind == "recurrent")
+        GroupWindow(
+            name=group.name,
+            window=group.window,
+            recurrent=group.kind == "recurrent",
+            top_k=_top_k(spec, group.name),
+        )
         for group in spec.groups_in(lo, hi)
     )
+
+
+def _top_k(spec: ModelSpec, group: str) -> int | None:
+    """Keys that sparse attention chooses in a group; its layers all choose equally many."""
+    mixers = [layer.mixer for layer in spec.layers if layer.group == group]
+    indexers = [mixer.indexer for mixer in mixers if isinstance(mixer, MlaSpec)]
+    return indexers[0].top_k if indexers and indexers[0] is not None else None
 
 
 def tensor_names(spec: ModelSpec, have: Container[str] = ()) -> tuple[str, ...]:

@@ -57,6 +57,8 @@ _MLA = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+# As many index heads as released: with few, many scores are 0 and ties are broken by chance.
+_INDEXER = {"index_topk": 32, "index_head_dim": 16, "index_n_heads": 32}
 TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
     "mistral": {"model_type": "mistral", "sliding_window": None},
@@ -104,6 +106,30 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
             "mscale_all_dim": 1.0,
             "original_max_position_embeddings": 128,
         },
+    },
+    "deepseek_v32": {
+        "model_type": "deepseek_v32",
+        **_EXPERTS,
+        **_MLA,
+        **_INDEXER,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa",
+        **_EXPERTS,
+        **_MLA,
+        **_INDEXER,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "index_topk_freq": 4,
+        "index_skip_topk_offset": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
     },
     "kimi_linear": {
         "model_type": "kimi_linear",

@@ -21,6 +21,8 @@ FAMILIES: Mapping[str, FamilyBuilder] = {
     "qwen3_moe": moe.qwen3_moe,
     "glm4_moe": moe.glm4_moe,
     "deepseek_v3": mla.deepseek_v3,
+    "deepseek_v32": mla.deepseek_v32,
+    "glm_moe_dsa": mla.glm_moe_dsa,
     "kimi_linear": kimi.kimi_linear,
     "minimax_m2": moe.minimax_m2,
 }

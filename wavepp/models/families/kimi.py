@@ -21,6 +21,7 @@ from wavepp.models.json_config import JsonConfig
 from wavepp.models.mixer_specs import DeltaSpec, MlaSpec
 from wavepp.models.mlp_specs import MlpSpec, MoeSpec
 from wavepp.models.spec import (
+    STATE_GROUP,
     CacheGroupSpec,
     CacheTensorSpec,
     DtypeName,
@@ -28,7 +29,6 @@ from wavepp.models.spec import (
     ModelSpec,
 )
 
-STATE_GROUP = "recurrent"
 HYBRID_GROUPS = (
     CacheGroupSpec(name=FULL_GROUP, kind="attention"),
     CacheGroupSpec(name=STATE_GROUP, kind="recurrent"),

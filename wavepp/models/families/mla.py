@@ -1,9 +1,16 @@
-"""Families with latent attention and a mixture of experts: deepseek_v3 (also Kimi K2).
+"""Families with latent attention and a mixture of experts; sparse ones have an indexer.
+
+|              | indexer               | rope of its keys | shared choices |
+| deepseek_v3  | no                    |                  |                |
+| deepseek_v32 | every layer           | half-split       | no             |
+| glm_moe_dsa  | layers that are full  | interleaved      | the others     |
 
 Multi-token-prediction layers lie behind the last layer in the checkpoint and are not read.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from wavepp.models.families.common import (
     PLAIN_NAMES,
@@ -16,7 +23,7 @@ from wavepp.models.families.common import (
     positions,
 )
 from wavepp.models.json_config import JsonConfig
-from wavepp.models.mixer_specs import MlaSpec
+from wavepp.models.mixer_specs import IndexerSpec, MlaSpec
 from wavepp.models.mlp_specs import MlpSpec, MoeSpec
 from wavepp.models.rope_config import read_rope, score_factor
 from wavepp.models.spec import DtypeName, ModelSpec
@@ -27,6 +34,68 @@ def deepseek_v3(config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...]) -> M
     interleaved = config.flag("rope_interleave", True)
     mixer = latent_attention(config, interleaved=interleaved)
     layers = [mla_layer(mixer, mlp, dtype) for mlp in expert_mlps(config)]
+    limit = positions(config, mixer.rope)
+    return build_model(config, dtype, eos, layers, attention_groups([None]), max_model_len=limit)
+
+
+def deepseek_v32(config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...]) -> ModelSpec:
+    """DeepSeek-V3.2."""
+    indexers = [indexer(config, interleaved=False)] * config.integer("num_hidden_layers")
+    return _sparse(config, dtype, eos, indexers)
+
+
+def glm_moe_dsa(config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...]) -> ModelSpec:
+    """GLM-5, 5.1 and 5.2."""
+    own = indexer(config, interleaved=True)
+    indexers = [replace(own, shared=shared) for shared in _shared_layers(config)]
+    return _sparse(config, dtype, eos, indexers)
+
+
+def indexer(config: JsonConfig, *, interleaved: bool) -> IndexerSpec:
+    """A selector of sparse attention."""
+    spec = IndexerSpec(
+        num_heads=config.integer("index_n_heads"),
+        head_dim=config.integer("index_head_dim"),
+        top_k=config.integer("index_topk"),
+        interleaved=interleaved,
+    )
+    if spec.head_dim < config.integer("qk_rope_head_dim"):
+        raise config.fail("index_head_dim", "is less than qk_rope_head_dim")
+    return spec
+
+
+def _shared_layers(config: JsonConfig) -> list[bool]:
+    """Whether each layer takes its choice over from one before it."""
+    count = config.integer("num_hidden_layers")
+    types = config.raw("indexer_types")
+    key = "indexer_types"
+    if types is None and config.raw("index_topk_pattern") is not None:
+        key = "index_topk_pattern"
+        letters = {"F": "full", "S": "shared"}
+        types = [letters.get(kind, kind) for kind in config.raw(key)]
+    if types is None:
+        every = config.integer("index_topk_freq", 1)
+        offset = config.count("index_skip_topk_offset", 2)
+        types = [
+            "shared" if max(index - offset + 1, 0) % every else "full" for index in range(count)
+        ]
+    if not isinstance(types, list) or len(types) != count or set(types) - {"full", "shared"}:
+        raise config.fail(key, f"is not full or shared for each of {count} layers")
+    if types[0] == "shared":
+        raise config.fail(key, "begins with a shared layer")
+    return [kind == "shared" for kind in types]
+
+
+def _sparse(
+    config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...], indexers: list[IndexerSpec]
+) -> ModelSpec:
+    mixer = latent_attention(config, interleaved=config.flag("rope_interleave", True))
+    if mixer.q_rank is None:
+        raise config.fail("q_lora_rank", "is not supported for sparse attention")
+    layers = [
+        mla_layer(replace(mixer, indexer=own), mlp, dtype)
+        for own, mlp in zip(indexers, expert_mlps(config), strict=True)
+    ]
     limit = positions(config, mixer.rope)
     return build_model(config, dtype, eos, layers, attention_groups([None]), max_model_len=limit)
 

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from wavepp.kernels.api import MlaHeads, Ops, Pools
 from wavepp.models.layers.context import WaveContext
+from wavepp.models.layers.indexer import Indexer
+from wavepp.models.layers.rope import pairs_to_halves_
 from wavepp.models.loader import WeightSource
 from wavepp.models.mixer_specs import MlaSpec
+from wavepp.models.spec import TOP_K
 
 
 class MlaLayer:
@@ -37,18 +40,22 @@ class MlaLayer:
         out = (spec.hidden_size, spec.num_heads * spec.v_dim)
         self._out = weights.read(f"{prefix}.o_proj.weight", out)
         self._out_bias = weights.read(f"{prefix}.o_proj.bias", out[:1]) if spec.bias else None
+        self._indexer = None
+        if spec.indexer is not None and not spec.indexer.shared:
+            self._indexer = Indexer(spec, weights, f"{prefix}.indexer", ops)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The weights that are held."""
         held = (self._first, self._first_bias, self._q_norm, self._q_up, self._latent_norm)
-        some = (*held, self._kv_up, self._out, self._out_bias)
+        index = () if self._indexer is None else self._indexer.tensors
+        some = (*held, self._kv_up, self._out, self._out_bias, *index)
         return tuple(tensor for tensor in some if tensor is not None)
 
     def add_to(
         self, residual: Tensor, x: Tensor, context: WaveContext, pools: Pools, group: str
     ) -> Tensor:
-        """residual + attention(x), [T, hidden]; writes this wave's latents to the first pool."""
+        """residual + attention(x), [T, hidden]; writes this wave's latents (and index keys)."""
         spec, ops, scratch = self._spec, self._ops, context.workspace
         plan = context.wave.plans[group]
         first = scratch.empty("mla_first", (x.shape[0], self._first.shape[0]), x)
@@ -56,8 +63,17 @@ class MlaLayer:
         q_size = self._q_size
         latent = self._latent(first[:, q_size : q_size + spec.latent_dim], context)
         ops.write_rows(pools[0], latent, plan)
-        q = self._query(first[:, :q_size], context)
+        q_latent = first[:, :q_size]
+        if self._q_norm is not None:
+            q_latent = ops.rms_norm(q_latent, self._q_norm, spec.norm_eps, None)
+        if self._indexer is not None:
+            chosen = self._indexer.select(x, q_latent, context, pools[1], plan)
+            context.carried[TOP_K] = chosen
+        q = self._query(q_latent, context)
         mixed = ops.mla_paged((q, latent), self._heads, pools[0], plan, scratch)
+        if plan.sparse:
+            rows = (q, context.carried[TOP_K])
+            mixed = ops.dsa_attend(rows, self._heads, pools[0], plan, mixed)
         if spec.out_gate:
             mixed.mul_(torch.sigmoid(first[:, q_size + spec.latent_dim :]))
         return ops.linear_add_(residual, mixed, self._out, self._out_bias)
@@ -79,14 +95,10 @@ class MlaLayer:
         latent[:, rank:] = key
         return latent
 
-    def _query(self, first: Tensor, context: WaveContext) -> Tensor:
+    def _query(self, latent: Tensor, context: WaveContext) -> Tensor:
         """[T, H, dn + dr], rotated where the model rotates."""
         spec, ops = self._spec, self._ops
-        q = first
-        if self._q_up is not None:
-            assert self._q_norm is not None
-            normed = ops.rms_norm(first, self._q_norm, spec.norm_eps, None)
-            q = ops.linear(normed, self._q_up, None, None)
+        q = latent if self._q_up is None else ops.linear(latent, self._q_up, None, None)
         q = q.reshape(q.shape[0], spec.num_heads, spec.qk_dim)
         if spec.rope is not None:
             q[..., spec.nope_dim :] = ops.rope(
@@ -123,10 +135,3 @@ class MlaLayer:
         for tensor in (self._first, self._first_bias):
             if tensor is not None:
                 pairs_to_halves_(tensor[begin : begin + spec.rope_dim], 0)
-
-
-def pairs_to_halves_(rows: Tensor, dim: int) -> None:
-    """Reorders x0 x1 x2 x3 ... along `dim` to x0 x2 ... x1 x3 ..., in place."""
-    size = rows.shape[dim]
-    order = torch.arange(size, device=rows.device).view(-1, 2).t().reshape(-1)
-    rows.copy_(rows.index_select(dim, order))
