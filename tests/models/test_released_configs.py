@@ -147,3 +147,71 @@ def test_kimi_linear_has_its_cache_and_its_snapshot(tmp_path):
     assert sizes == {"state": 20 * 32 * 128 * 128 * 4, "conv": 20 * 3 * 3 * 4096 * 2}
     assert stage.snapshot_bytes == sum(sizes.values())
     assert 47e9 < report.weight_bytes / 2 < 50e9
+
+
+FULL_LAYERS = [*range(4, 93, 4), 93]
+KIMI_K3 = {
+    "model_type": "kimi_k3",
+    "text_config": {
+        "model_type": "kimi_linear",
+        "dtype": "bfloat16",
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "intermediate_size": 33792,
+        "moe_intermediate_size": 3072,
+        "num_hidden_layers": 93,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 96,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "attn_res_block_size": 12,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4,
+        "activation_situ_linear_beta": 25,
+        "num_experts": 896,
+        "num_experts_per_token": 16,
+        "num_shared_experts": 2,
+        "routed_expert_hidden_size": 3584,
+        "latent_moe_use_norm": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_renormalize": True,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-5,
+        "linear_attn_config": {
+            "num_heads": 96,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+            "use_full_rank_gate": True,
+            "full_attn_layers": FULL_LAYERS,
+            "kda_layers": [n for n in range(1, 94) if n not in FULL_LAYERS],
+        },
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+        },
+    },
+}
+
+
+def test_kimi_k3_has_its_cache_its_snapshot_and_its_carry(tmp_path):
+    report = report_of(tmp_path, KIMI_K3, 8, (12,) * 7 + (9,))
+    assert sum(stage.cache_bytes_per_token for stage in report.stages) == 27_648
+    groups = [g for stage in report.stages for g in stage.groups if g.kind == "recurrent"]
+    states = sum(dict(group.tensors)["state"] for group in groups)
+    assert states == 69 * 96 * 128 * 128 * 4 == 434_110_464
+    convs = sum(stage.snapshot_bytes for stage in report.stages) - states
+    assert convs == 69 * 3 * 3 * 96 * 128 * 2
+    assert report.preferred_cuts == tuple(range(12, 93, 12))
+    carries = [stage.carry_bytes_per_token for stage in report.stages]
+    assert carries == [14336 * (1 + n) for n in range(1, 8)] + [0]
+    assert (report.family, report.num_layers, report.max_model_len) == ("kimi_k3", 93, 1048576)
+    assert 2.7e12 < report.weight_bytes / 2 < 2.9e12

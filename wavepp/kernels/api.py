@@ -71,6 +71,7 @@ class Ops:
         silu_mul_: (gate_up [T, 2I]) -> [T, I]; may overwrite its input
         gelu_mul_: (gate_up [T, 2I]) -> [T, I]; may overwrite its input
         situ_mul_: (gate_up [T, 2I], beta, linear_beta) -> [T, I]; may overwrite its input
+        attn_res: (x [T, D], blocks [T, n, D], weight [D], eps) -> [T, D]
         linear: (x [T, I], weight [O, I], bias, out) -> [T, O]
         linear_add_: (residual [T, O], x, weight, bias) -> [T, O]; may overwrite the residual
         write_paged: (pools, k, v, plan) -> None
@@ -92,6 +93,7 @@ class Ops:
     silu_mul_: Callable[[Tensor], Tensor]
     gelu_mul_: Callable[[Tensor], Tensor]
     situ_mul_: Callable[[Tensor, float, float], Tensor]
+    attn_res: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     linear: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     linear_add_: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     write_paged: Callable[[KvPools, Tensor, Tensor, AttentionPlan], None]

@@ -56,6 +56,7 @@ def _torch_ops() -> Ops:
         silu_mul_=torch_ref.silu_mul_,
         gelu_mul_=torch_ref.gelu_mul_,
         situ_mul_=torch_ref.situ_mul_,
+        attn_res=torch_ref.attn_res,
         linear=torch_ref.linear,
         linear_add_=torch_ref.linear_add_,
         write_paged=torch_attention.write_paged,

@@ -42,6 +42,21 @@ def silu_mul_(gate_up: Tensor) -> Tensor:
     return F.silu(gate, inplace=True).mul_(up)
 
 
+def attn_res(x: Tensor, blocks: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """sum_i p_i v_i over v = [blocks [T, n, D], x [T, D]], p = softmax of rms_norm(v_i) . weight.
+
+    Scores and sums are float32. Source: Attention Residuals (arXiv 2603.15031).
+    """
+    older, newest = blocks.float(), x.float()
+
+    def score(v: Tensor) -> Tensor:
+        return torch.matmul(v, weight) * torch.rsqrt(v.square().mean(-1) + eps)
+
+    shares = torch.cat([score(older), score(newest).unsqueeze(1)], dim=1).softmax(-1)
+    mixed = torch.bmm(shares[:, None, :-1], older).squeeze(1)
+    return mixed.addcmul_(newest, shares[:, -1:]).to(x.dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x [T, I] times weight [O, I] transposed, plus bias [O]."""
     if bias is None:

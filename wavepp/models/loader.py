@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wavepp.errors import ConfigError
+from wavepp.models.json_config import JsonConfig
+from wavepp.models.quantization import Quantization, dequantize, read_quantization, stored_parts
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -56,7 +59,8 @@ class CheckpointReader:
         self._folder = Path(folder)
         self._dtype = dtype
         self._device = device
-        self._files = _weight_map(self._folder)
+        self._stored = _weight_map(self._folder)
+        self._quantization = _quantization(self._folder)
         self._open: dict[str, Any] = {}
         self.tensors_read: list[str] = []
 
@@ -73,7 +77,7 @@ class CheckpointReader:
 
     def has(self, name: str) -> bool:
         """Whether the tensor is in the checkpoint."""
-        return name in self._files
+        return _is_there(name, self._stored, self._quantization)
 
     def read(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
@@ -104,24 +108,45 @@ class CheckpointReader:
         return out.copy_(stored[:count])
 
     def _mapped(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
-        """The stored tensor, mapped from its file; `shape` None: whatever it has."""
-        if name not in self._files:
-            raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
-        file = self._files[name]
-        try:
-            tensor: Tensor = self._handle(file).get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{self._folder / file}: can't read {name!r}: {error}") from None
+        """The tensor, mapped from its file or decoded; `shape` None: whatever it has."""
+        tensor = self._decoded(name)
+        if tensor is None:
+            tensor = self._stored_tensor(name)
+        file = self._folder / self._stored[self._first_part(name)].file
         if shape is not None and tuple(tensor.shape) != shape:
             found = list(tensor.shape)
-            raise ConfigError(
-                f"{self._folder / file}: {name!r} has shape {found}, config.json says {list(shape)}"
-            )
+            raise ConfigError(f"{file}: {name!r} has shape {found}, config.json says {list(shape)}")
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise ConfigError(
-                f"{self._folder / file}: {name!r} has dtype {tensor.dtype}, which is not supported"
-            )
+            raise ConfigError(f"{file}: {name!r} has dtype {tensor.dtype}, which is not supported")
         self.tensors_read.append(name)
+        return tensor
+
+    def _decoded(self, name: str) -> Tensor | None:
+        """A quantised tensor as plain numbers; None: it is stored plainly."""
+        if self._quantization is None:
+            return None
+        parts = stored_parts(name, self._quantization.format)
+        if not all(part in self._stored for part in parts):
+            return None
+        tensors = {part: self._stored_tensor(part).to(self._device) for part in parts}
+        return dequantize(name, tensors, self._quantization)
+
+    def _first_part(self, name: str) -> str:
+        if name in self._stored or self._quantization is None:
+            return name
+        return stored_parts(name, self._quantization.format)[0]
+
+    def _stored_tensor(self, name: str) -> Tensor:
+        """One tensor as it is stored, mapped from its file."""
+        if name not in self._stored:
+            raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
+        stored = self._stored[name]
+        try:
+            tensor: Tensor = self._handle(stored.file).get_tensor(stored.name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{self._folder / stored.file}: can't read {name!r}: {error}"
+            ) from None
         return tensor
 
     def _handle(self, file: str) -> Any:
@@ -214,13 +239,27 @@ def stored_names(folder: str | Path) -> frozenset[str]:
 
 
 def missing_tensors(folder: str | Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of `names` that the checkpoint's index (or single file) does not have.
+    """Those of `names` that a checkpoint has neither plainly nor quantised; no weight is read.
 
     Raises:
-        ConfigError: there is no index or weight file, or it can't be read.
+        ConfigError: there is no checkpoint, or its index is damaged.
     """
-    have = _weight_map(Path(folder))
-    return tuple(name for name in names if name not in have)
+    have, quantization = _weight_map(Path(folder)), _quantization(Path(folder))
+    return tuple(name for name in names if not _is_there(name, have, quantization))
+
+
+def _is_there(name: str, have: Container[str], quantization: Quantization | None) -> bool:
+    if name in have or quantization is None:
+        return name in have
+    return all(part in have for part in stored_parts(name, quantization.format))
+
+
+def _quantization(folder: Path) -> Quantization | None:
+    """The format of a checkpoint's weights; a folder without a config has plain ones."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    return read_quantization(JsonConfig(json.loads(path.read_text(encoding="utf-8")), path.name))
 
 
 def _seed_of(seed: int, name: str) -> int:
@@ -231,19 +270,36 @@ def _seed_of(seed: int, name: str) -> int:
     return value >> 1
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name. Only the header of a single file is read."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor is: its file, and its name there."""
+
+    file: str
+    name: str
+
+
+def _weight_map(folder: Path) -> dict[str, _Stored]:
+    """Plain tensor name -> where it is. Only the header of a single file is read."""
     index = folder / INDEX_NAME
     if index.is_file():
-        return _read_index(index)
+        files = _read_index(index)
+        return {_plain(name): _Stored(file, name) for name, file in files.items()}
     single = folder / SINGLE_NAME
     if not single.is_file():
         raise ConfigError(f"model {str(folder)!r}: neither {INDEX_NAME} nor {SINGLE_NAME} in it")
     try:
         with safe_open(str(single), framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), SINGLE_NAME)
+            return {_plain(name): _Stored(SINGLE_NAME, name) for name in handle.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{single}: damaged or incomplete: {error}") from None
+
+
+def _plain(name: str) -> str:
+    """A language model's name without what says that it is part of a larger model."""
+    for prefix, plain in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Owns no tensors and reads no files. A stage is a contiguous range of layers [lo, hi); a *boundary* b
 lies before layer b, so stage [lo, hi) takes the carry at lo and gives the carry at hi. The carry is
-typed because some families pass more than hidden states on: the keys that sparse attention chose.
+typed because some families pass more than hidden states on: the keys that sparse attention chose,
+or the blocks of attention residuals.
 
     boundary:   0        lo                hi        L
                 | ...    |  layers lo..hi-1 |   ...  |
@@ -21,6 +22,7 @@ from wavepp.models.mlp_specs import MlpSpec
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 CarryDtype = DtypeName | Literal["int32"]
+BLOCKS = "blocks"  # the carry with the blocks of attention residuals
 TOP_K = "top_k"  # the carry with the keys that sparse attention chose
 STATE_GROUP = "recurrent"
 
@@ -48,12 +50,16 @@ class CacheTensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: a mixer, an MLP, and the cache group its state lives in."""
+    """One decoder layer: a mixer, an MLP, and the cache group its state lives in.
+
+    `opens_block`: a block of attention residuals begins here (models that have them).
+    """
 
     mixer: MixerSpec
     mlp: MlpSpec
     group: str
     cache: tuple[CacheTensorSpec, ...]
+    opens_block: bool = False
 
     @property
     def parameters(self) -> int:
@@ -96,7 +102,12 @@ class CarryTensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A whole model. `dtype` is that of weights, activations between stages, and cache."""
+    """A whole model.
+
+    Attributes:
+        dtype: of weights, activations between stages, and cache.
+        attention_residuals: layers mix over blocks of the residual; some layers open a block.
+    """
 
     family: str
     dtype: DtypeName
@@ -108,6 +119,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     groups: tuple[CacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...] = ()
+    attention_residuals: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -117,12 +129,17 @@ class ModelSpec:
     @property
     def preferred_cuts(self) -> tuple[int, ...]:
         """Boundaries where the carry is smallest; the automatic partition cuts there if it can."""
+        if self.attention_residuals:
+            return tuple(b for b in range(1, self.num_layers) if self.layers[b].opens_block)
         return tuple(b for b in range(1, self.num_layers) if self.choice_at(b) is None)
 
     def carry_at(self, boundary: int) -> tuple[CarryTensorSpec, ...]:
         """What goes from the stage that ends at `boundary` (0 < boundary < L) to the next."""
         assert 0 < boundary < self.num_layers, boundary
         hidden = CarryTensorSpec(name="hidden", shape=(self.hidden_size,), dtype=self.dtype)
+        if self.attention_residuals:
+            shape = (sum(layer.opens_block for layer in self.layers[:boundary]), self.hidden_size)
+            return (hidden, CarryTensorSpec(name=BLOCKS, shape=shape, dtype=self.dtype))
         choice = self.choice_at(boundary)
         if choice is None:
             return (hidden,)
@@ -149,6 +166,8 @@ class ModelSpec:
         table = self.vocab_size * self.hidden_size
         count = sum(layer.parameters for layer in self.layers[lo:hi])
         last = hi == self.num_layers
+        if self.attention_residuals:  # a norm and a projection for each mix
+            count += 2 * self.hidden_size * (2 * (hi - lo) + (1 if last else 0))
         count += table if lo == 0 else 0
         count += self.hidden_size if last else 0
         shared = self.tie_word_embeddings and lo == 0

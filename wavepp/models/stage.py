@@ -14,12 +14,13 @@ from wavepp.kernels.api import Ops, Pools
 from wavepp.kernels.select import select_ops
 from wavepp.kernels.wave import GroupWindow, Wave
 from wavepp.kernels.workspace import Workspace
+from wavepp.models.layers.attn_res import AttnResLayer, ResidualMix
 from wavepp.models.layers.context import WaveContext
 from wavepp.models.layers.decoder import DecoderLayer
 from wavepp.models.layers.rope import CosSin, cos_sin, inverse_frequencies
 from wavepp.models.loader import NameRecorder, WeightSource
 from wavepp.models.mixer_specs import DeltaSpec, MlaSpec, RopeSpec
-from wavepp.models.spec import CarryDtype, LayerSpec, ModelSpec
+from wavepp.models.spec import BLOCKS, CarryDtype, LayerSpec, ModelSpec
 
 TORCH_DTYPES: dict[CarryDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -51,13 +52,18 @@ class StageModel:
         self._embedding = self._norm = self._head = None
         if self.is_first:
             self._embedding = weights.read("model.embed_tokens.weight", table)
-        self._layers = [
-            DecoderLayer(spec.layers[i], spec.norm_eps, weights, f"model.layers.{i}", ops)
+        build = AttnResLayer if spec.attention_residuals else DecoderLayer
+        self._layers: list[DecoderLayer | AttnResLayer] = [
+            build(spec.layers[i], spec.norm_eps, weights, f"model.layers.{i}", ops)
             for i in range(lo, hi)
         ]
         if self.is_last:
             self._norm = weights.read("model.norm.weight", (spec.hidden_size,))
             self._head = self._read_head(weights, table)
+        self._final_mix = None
+        if self.is_last and spec.attention_residuals:
+            name = "model.output_attn_res"
+            self._final_mix = ResidualMix(spec.hidden_size, spec.norm_eps, weights, name, ops)
         sample = self._layers[0].tensors[0]
         self.dtype, self.device = sample.dtype, sample.device
         ropes = _ropes(spec.layers[lo:hi])
@@ -82,7 +88,8 @@ class StageModel:
     def weight_bytes(self) -> int:
         """Bytes of the weights held; a tensor that serves twice counts once."""
         held = [t for layer in self._layers for t in layer.tensors]
-        held += [t for t in (self._embedding, self._norm, self._head) if t is not None]
+        mix = None if self._final_mix is None else self._final_mix.weight
+        held += [t for t in (self._embedding, self._norm, self._head, mix) if t is not None]
         return sum({t.data_ptr(): t.numel() * t.element_size() for t in held}.values())
 
     def embed(self, token_ids: Tensor) -> Activations:
@@ -116,6 +123,8 @@ class StageModel:
         context = WaveContext(wave, ropes, self._workspace, carried)
         for layer, layer_pools in zip(self._layers, pools, strict=True):
             x = layer.forward(x, context, layer_pools)
+        if self._final_mix is not None:
+            x = self._final_mix.apply(x, carried[BLOCKS])
         return {"hidden": x, **carried}
 
     def send(self, activations: Activations) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wavepp.errors import ConfigError
 from wavepp.models.loader import INDEX_NAME
+from wavepp.models.tiny_kimi_k3 import build_kimi_k3
 from wavepp.models.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, TURN_END_ID, write_tokenizer
 
 SHARD_BYTES = 200_000
@@ -191,18 +192,35 @@ def make_tiny(
     Raises:
         ConfigError: no such family, or the folder can't be written.
     """
-    if family not in TINY_FAMILIES:
-        raise ConfigError(f"family {family!r} is not known; known: {', '.join(TINY_FAMILIES)}")
+    known = (*TINY_FAMILIES, "kimi_k3")
+    if family not in known:
+        raise ConfigError(f"family {family!r} is not known; known: {', '.join(known)}")
     out = Path(out_dir)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out {str(out)!r}: {error.strerror}") from None
+    if family == "kimi_k3":
+        return _make_kimi_k3(out, dtype, seed, overrides)
     values = {**_COMMON, **TINY_FAMILIES[family], **(overrides or {})}
     config, tensors = _build(values, seed)
     _write_config(out, config.to_dict(), dtype, legacy=family in _LEGACY_ROPE)
     _write_shards(out, {name: tensor.to(dtype) for name, tensor in tensors.items()})
     write_tokenizer(out, values["vocab_size"])
+    return out
+
+
+def _make_kimi_k3(
+    out: Path, dtype: torch.dtype, seed: int, overrides: Mapping[str, Any] | None
+) -> Path:
+    """Kimi K3; gates and packed experts keep their own dtypes."""
+    config, tensors = build_kimi_k3(seed, overrides)
+    config["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
+    kept = re.compile(r"(A_log|dt_bias|e_score_correction_bias|_packed|_scale)$")
+    stored = {n: t if kept.search(n) else t.to(dtype) for n, t in tensors.items()}
+    _write_json(out / "config.json", config)
+    _write_shards(out, stored)
+    write_tokenizer(out, config["text_config"]["vocab_size"])
     return out
 
 

@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, FamilyBuilder] = {
     "deepseek_v3": mla.deepseek_v3,
     "deepseek_v32": mla.deepseek_v32,
     "glm_moe_dsa": mla.glm_moe_dsa,
+    "kimi_k3": kimi.kimi_k3,
     "kimi_linear": kimi.kimi_linear,
     "minimax_m2": moe.minimax_m2,
 }

@@ -17,7 +17,6 @@ from wavepp.models.spec import (
 )
 
 FULL_GROUP = "attention"
-_ACTIVATIONS = {"silu": ActivationSpec(kind="silu")}
 PLAIN_NAMES = MoeNames()
 MIXTRAL_NAMES = MoeNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
 
@@ -25,9 +24,15 @@ MIXTRAL_NAMES = MoeNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2
 def activation(config: JsonConfig, key: str = "hidden_act") -> ActivationSpec:
     """The activation of the MLPs."""
     name = config.text(key, "silu")
-    if name not in _ACTIVATIONS:
-        raise config.fail(key, "is not supported; known: silu")
-    return _ACTIVATIONS[name]
+    if name == "situ":
+        return ActivationSpec(
+            kind="situ",
+            beta=config.number("activation_situ_beta"),
+            linear_beta=config.number("activation_situ_linear_beta"),
+        )
+    if name != "silu":
+        raise config.fail(key, "is not supported; known: silu, situ")
+    return ActivationSpec()
 
 
 def head_counts(config: JsonConfig) -> tuple[int, int]:

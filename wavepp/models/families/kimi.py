@@ -1,4 +1,7 @@
-"""Kimi Linear: layers of Kimi Delta Attention between layers of unrotated latent attention.
+"""Kimi Linear and Kimi K3: Kimi Delta Attention between layers of unrotated latent attention.
+
+K3 adds attention residuals, experts in a latent size, SiTU, output gates and a bounded decay. Each
+has its own key, so both are read alike; K3's keys lie below text_config.
 
 `linear_attn_config` names the layers of either kind, counted from 1.
 """
@@ -38,12 +41,25 @@ LayerKind = Literal["full", "recurrent"]
 
 def kimi_linear(config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...]) -> ModelSpec:
     """Kimi-Linear-48B-A3B and its like."""
-    delta = kda(config)
-    attention = unrotated_attention(config)
-    layers = [
-        delta_layer(delta, mlp, dtype) if kind == "recurrent" else mla_layer(attention, mlp, dtype)
-        for kind, mlp in zip(layer_kinds(config), expert_mlps(config), strict=True)
-    ]
+    return _build(config, dtype, eos, "kimi_linear")
+
+
+def kimi_k3(config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...]) -> ModelSpec:
+    """Kimi K3's language model."""
+    return _build(config.child("text_config"), dtype, eos, "kimi_k3")
+
+
+def _build(config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...], family: str) -> ModelSpec:
+    kinds, mlps = layer_kinds(config), expert_mlps(config)
+    delta, attention = kda(config), unrotated_attention(config)
+    every = config.count("attn_res_block_size", 0)
+    layers = []
+    for index, (kind, mlp) in enumerate(zip(kinds, mlps, strict=True)):
+        if kind == "recurrent":
+            layer = delta_layer(delta, mlp, dtype)
+        else:
+            layer = mla_layer(attention, mlp, dtype)
+        layers.append(replace(layer, opens_block=bool(every) and index % every == 0))
     limit = config.integer("model_max_length", config.integer("max_position_embeddings", 1 << 20))
     return build_model(
         config,
@@ -53,6 +69,8 @@ def kimi_linear(config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...]) -> M
         HYBRID_GROUPS,
         max_model_len=limit,
         norm_eps=config.number("rms_norm_eps", 1e-5),
+        family=family,
+        attention_residuals=bool(every),
     )
 
 
@@ -71,6 +89,9 @@ def kda(config: JsonConfig) -> DeltaSpec:
     """The recurrent mixer."""
     linear = config.child("linear_attn_config")
     heads, dim = linear.integer("num_heads"), linear.integer("head_dim")
+    bound = linear.raw("gate_lower_bound")
+    if bound is not None and not (isinstance(bound, int | float) and bound < 0):
+        raise linear.fail("gate_lower_bound", "is not a negative number")
     return DeltaSpec(
         kind="kda",
         hidden_size=config.integer("hidden_size"),
@@ -80,8 +101,9 @@ def kda(config: JsonConfig) -> DeltaSpec:
         value_dim=dim,
         conv_size=linear.integer("short_conv_kernel_size", 4),
         norm_eps=config.number("rms_norm_eps", 1e-5),
-        gate_rank=dim,
+        gate_rank=None if linear.flag("use_full_rank_gate", False) else dim,
         decay_rank=dim,
+        lower_bound=bound,
     )
 
 
@@ -102,6 +124,7 @@ def unrotated_attention(config: JsonConfig) -> MlaSpec:
         rope_dim=rope_dim,
         v_dim=config.integer("v_head_dim"),
         scale=(nope + rope_dim) ** -0.5,
+        out_gate=config.flag("mla_use_output_gate", False),
     )
 
 
@@ -109,6 +132,8 @@ def expert_mlps(config: JsonConfig) -> list[MlpSpec]:
     """Dense MLPs in the first layers, experts in all others."""
     if config.integer("moe_layer_freq", 1) != 1:
         raise config.fail("moe_layer_freq", "is not supported; known: 1")
+    if config.text("topk_method", "noaux_tc") != "noaux_tc":
+        raise config.fail("topk_method", "is not supported; known: noaux_tc")
     if config.text("moe_router_activation_func", "sigmoid") != "sigmoid":
         raise config.fail("moe_router_activation_func", "is not supported; known: sigmoid")
     router = grouped_router(
@@ -120,12 +145,17 @@ def expert_mlps(config: JsonConfig) -> list[MlpSpec]:
         scale=config.number("routed_scaling_factor", 1.0),
     )
     expert_size = config.integer("moe_intermediate_size")
+    latent = None
+    if config.raw("routed_expert_hidden_size") is not None:
+        latent = config.integer("routed_expert_hidden_size")
     sparse = MoeSpec(
         hidden_size=config.integer("hidden_size"),
         intermediate_size=expert_size,
         router=router,
         names=MIXTRAL_NAMES,
         shared_size=expert_size * config.count("num_shared_experts", 1),
+        latent_size=latent,
+        latent_norm=config.flag("latent_moe_use_norm", False),
         activation=activation(config),
     )
     # transformers writes the dense layers where the experts of the others are.
