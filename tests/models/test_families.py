@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_oracle import BarePipeline, load_oracle, oracle_logits, random_prompt
+from safetensors.torch import load_file, save_file
 
 from wavepp.errors import ConfigError
 from wavepp.models.check import check_model
@@ -20,8 +21,9 @@ from wavepp.models.tiny import TINY_FAMILIES, make_tiny
 
 MOE = ("qwen3_moe", "glm4_moe", "minimax_m2")
 MLA = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-RECURRENT = ("kimi_linear",)
-FAMILIES = MOE + MLA + RECURRENT
+RECURRENT = ("kimi_linear", "qwen3_next", "qwen3_5_text")
+OTHERS = ("gemma3_text",)
+FAMILIES = MOE + MLA + RECURRENT + OTHERS
 SPLITS = [(8,), (3, 5), (1, 5, 2), (2, 1, 4, 1)]
 TOLERANCES = dict.fromkeys(RECURRENT, 1e-4)
 BLOCK = 64
@@ -108,6 +110,18 @@ VARIANTS = {
     ),
     "dsa_pattern": ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 4}),
     "dsa_more_keys": ("glm_moe_dsa", {"index_topk": 150, "v_head_dim": 24}),
+    "gdn_dense_layers": ("qwen3_next", {"mlp_only_layers": [1], "linear_value_head_dim": 24}),
+    "gdn_bias": ("qwen3_5_text", {"attention_bias": True, "linear_num_key_heads": 4}),
+    "gemma_bias": ("gemma3_text", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma_scaled_rope": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        },
+    ),
     "many_experts": ("minimax_m2", {"num_local_experts": 40, "num_experts_per_tok": 6}),
 }
 
@@ -126,6 +140,10 @@ def test_variant_equals_transformers(tmp_path, name):
 
 
 REFUSED = {
+    "final_logit_softcapping 30.0": ("gemma3_text", {"final_logit_softcapping": 30.0}),
+    "hidden_activation 'silu'": ("gemma3_text", {"hidden_activation": "silu"}),
+    "linear_num_key_heads 3": ("qwen3_next", {"linear_num_key_heads": 3}),
+    "layer_types": ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 8}),
     "indexer_types .* begins with a shared": ("glm_moe_dsa", {"indexer_types": ["shared"] * 8}),
     "indexer_types .* is not full": ("glm_moe_dsa", {"indexer_types": ["full"] * 7}),
     "index_head_dim 4": ("deepseek_v32", {"index_head_dim": 4}),
@@ -204,3 +222,41 @@ def test_snapshots_do_not_depend_on_the_waves(tiny_folder, family):
     for other in kept[1:]:
         for one, same in zip(kept[0], other, strict=True):
             torch.testing.assert_close(one, same, atol=1e-5, rtol=1e-4)
+
+
+def test_language_model_of_a_larger_checkpoint_is_read(tiny_folder, tiny_oracle, tmp_path):
+    """Qwen3.5 as released: nested config and names, and tensors of a vision tower."""
+    family = "qwen3_5_text"
+    folder = Path(shutil.copytree(tiny_folder(family), tmp_path / "nested"))
+    text = json.loads((folder / "config.json").read_text())
+    nested = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1}}
+    (folder / "config.json").write_text(json.dumps(nested))
+    weight_map = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        named = load_file(file)
+        renamed = {
+            name.replace("model.", "model.language_model.", 1): t for name, t in named.items()
+        }
+        renamed["model.visual.blocks.0.norm.weight"] = torch.ones(3)
+        save_file(renamed, file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(renamed, file.name))
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    report = check_model(folder, 2)
+    assert report.is_supported, report.unsupported
+    prompt = random_prompt(random.Random(0), 90)
+    pipeline = BarePipeline(folder, (2, 6), block_size=BLOCK, blocks=8)
+    sequence = pipeline.sequence(prompt)
+    pipeline.prefill([sequence], 64, random.Random(0))
+    check(sequence, oracle_logits(tiny_oracle(family), prompt), family)
+
+
+def test_legacy_ropes_of_gemma_are_read(tiny_folder, tmp_path):
+    """As released: rope_theta and rope_scaling of full layers, rope_local_base_freq of others."""
+    config = json.loads((tiny_folder("gemma3_text") / "config.json").read_text())
+    del config["rope_parameters"]
+    config["rope_theta"], config["rope_local_base_freq"] = 1e6, 1e4
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sliding, full = (layer.mixer.rope for layer in read_model_spec(tmp_path).layers[:2])
+    assert (sliding.kind, sliding.theta) == ("default", 1e4)
+    assert (full.kind, full.theta, full.factor) == ("linear", 1e6, 8.0)

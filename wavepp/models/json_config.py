@@ -79,6 +79,10 @@ class JsonConfig:
         """A nested object; its complaints name it. Empty when absent or null."""
         return JsonConfig(self.mapping(key), f"{self.name}: {key}")
 
+    def replaced(self, **values: Any) -> JsonConfig:
+        """The same object with other values under some keys."""
+        return JsonConfig({**self._values, **values}, self.name)
+
     def int_list(self, key: str) -> tuple[int, ...]:
         """An integer or a list of integers, as a tuple; empty when absent or null."""
         value = self._values.get(key)

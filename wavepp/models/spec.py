@@ -52,7 +52,10 @@ class CacheTensorSpec:
 class LayerSpec:
     """One decoder layer: a mixer, an MLP, and the cache group its state lives in.
 
-    `opens_block`: a block of attention residuals begins here (models that have them).
+    Attributes:
+        opens_block: a block of attention residuals begins here (models that have them).
+        norm_offset: added to the weights of its norms, where they are stored around 0.
+        sandwich: mixer and MLP have a norm behind them too, before their result is added.
     """
 
     mixer: MixerSpec
@@ -60,11 +63,14 @@ class LayerSpec:
     group: str
     cache: tuple[CacheTensorSpec, ...]
     opens_block: bool = False
+    norm_offset: float = 0.0
+    sandwich: bool = False
 
     @property
     def parameters(self) -> int:
-        """Elements of all its weights, the two norms included."""
-        return self.mixer.parameters + self.mlp.parameters + 2 * self.mixer.hidden_size
+        """Elements of all its weights, its norms included."""
+        norms = 4 if self.sandwich else 2
+        return self.mixer.parameters + self.mlp.parameters + norms * self.mixer.hidden_size
 
     @property
     def cache_bytes(self) -> int:
@@ -107,6 +113,8 @@ class ModelSpec:
     Attributes:
         dtype: of weights, activations between stages, and cache.
         attention_residuals: layers mix over blocks of the residual; some layers open a block.
+        norm_offset: added to the weight of the last norm, where it is stored around 0.
+        embedding_scale: factor of embedded tokens.
     """
 
     family: str
@@ -120,6 +128,8 @@ class ModelSpec:
     groups: tuple[CacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...] = ()
     attention_residuals: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
 
     @property
     def num_layers(self) -> int:

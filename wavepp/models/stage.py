@@ -16,7 +16,8 @@ from wavepp.kernels.wave import GroupWindow, Wave
 from wavepp.kernels.workspace import Workspace
 from wavepp.models.layers.attn_res import AttnResLayer, ResidualMix
 from wavepp.models.layers.context import WaveContext
-from wavepp.models.layers.decoder import DecoderLayer
+from wavepp.models.layers.decoder import DecoderLayer, SandwichLayer
+from wavepp.models.layers.norm import read_norm
 from wavepp.models.layers.rope import CosSin, cos_sin, inverse_frequencies
 from wavepp.models.loader import NameRecorder, WeightSource
 from wavepp.models.mixer_specs import DeltaSpec, MlaSpec, RopeSpec
@@ -28,6 +29,7 @@ TORCH_DTYPES: dict[CarryDtype, torch.dtype] = {
     "float16": torch.float16,
     "int32": torch.int32,
 }
+Layer = DecoderLayer | SandwichLayer | AttnResLayer
 Activations = dict[str, Tensor]  # the tensors of a carry, in the stage's own dtype
 
 LOGITS_MAX = 1 << 24  # elements of logits held at once (64 MB in float32)
@@ -52,13 +54,10 @@ class StageModel:
         self._embedding = self._norm = self._head = None
         if self.is_first:
             self._embedding = weights.read("model.embed_tokens.weight", table)
-        build = AttnResLayer if spec.attention_residuals else DecoderLayer
-        self._layers: list[DecoderLayer | AttnResLayer] = [
-            build(spec.layers[i], spec.norm_eps, weights, f"model.layers.{i}", ops)
-            for i in range(lo, hi)
-        ]
+        self._layers = [_build_layer(spec, i, weights, ops) for i in range(lo, hi)]
         if self.is_last:
-            self._norm = weights.read("model.norm.weight", (spec.hidden_size,))
+            size = spec.hidden_size
+            self._norm = read_norm(weights, "model.norm.weight", size, spec.norm_offset)
             self._head = self._read_head(weights, table)
         self._final_mix = None
         if self.is_last and spec.attention_residuals:
@@ -95,7 +94,12 @@ class StageModel:
     def embed(self, token_ids: Tensor) -> Activations:
         """What the first stage starts from, for token ids [T]."""
         assert self._embedding is not None, "only the first stage embeds"
-        return {"hidden": self._embedding.index_select(0, token_ids)}
+        hidden = self._embedding.index_select(0, token_ids)
+        if self.spec.embedding_scale != 1.0:
+            # The factor is rounded as the model was trained with it: to the model's dtype.
+            stored = TORCH_DTYPES[self.spec.dtype]
+            hidden.mul_(torch.tensor(self.spec.embedding_scale).to(stored).item())
+        return {"hidden": hidden}
 
     def receive(self, carry: Mapping[str, Tensor]) -> Activations:
         """What a later stage starts from: its own copy of the carry at `lo`, in its dtype."""
@@ -161,6 +165,14 @@ class StageModel:
         if self._embedding is not None:
             return self._embedding
         return weights.read("model.embed_tokens.weight", table)
+
+
+def _build_layer(spec: ModelSpec, index: int, weights: WeightSource, ops: Ops) -> Layer:
+    layer, prefix = spec.layers[index], f"model.layers.{index}"
+    if spec.attention_residuals:
+        return AttnResLayer(layer, spec.norm_eps, weights, prefix, ops)
+    kind = SandwichLayer if layer.sandwich else DecoderLayer
+    return kind(layer, spec.norm_eps, weights, prefix, ops)
 
 
 def _ropes(layers: Sequence[LayerSpec]) -> set[RopeSpec]:

@@ -60,6 +60,20 @@ _MLA = {
 }
 # As many index heads as released: with few, many scores are 0 and ties are broken by chance.
 _INDEXER = {"index_topk": 32, "index_head_dim": 16, "index_n_heads": 32}
+_DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+    },
+}
 TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
     "mistral": {"model_type": "mistral", "sliding_window": None},
@@ -131,6 +145,21 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "index_topk_freq": 4,
         "index_skip_topk_offset": 3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_EXPERTS,
+        **_DELTA,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **_DELTA},
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "query_pre_attn_scalar": 20,
     },
     "kimi_linear": {
         "model_type": "kimi_linear",
@@ -256,7 +285,10 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
         buffers = [b for b in model.named_buffers() if b[0].endswith("e_score_correction_bias")]
         for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith("A_log"):
+                # States that last: where they vanish at once, norms behind them amplify rounding.
+                parameter.copy_(0.5 * noise - 2.0)
+            elif name.endswith("e_score_correction_bias"):
                 parameter.copy_(0.2 * noise)
             elif "norm" in name and name.endswith("weight"):
                 parameter.add_(0.2 * noise)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from wavepp.models.json_config import JsonConfig
-from wavepp.models.mixer_specs import GqaSpec, MlaSpec, RopeSpec
+from wavepp.models.mixer_specs import DeltaSpec, GqaSpec, MlaSpec, RopeSpec
 from wavepp.models.mlp_specs import ActivationSpec, DenseMlpSpec, MlpSpec, MoeNames, RouterSpec
 from wavepp.models.spec import (
+    STATE_GROUP,
     CacheGroupSpec,
     CacheTensorSpec,
     DtypeName,
@@ -88,6 +89,22 @@ def mla_layer(mixer: MlaSpec, mlp: MlpSpec, dtype: DtypeName) -> LayerSpec:
         shape = (mixer.indexer.head_dim,)
         cache.append(CacheTensorSpec(name="index_key", shape=shape, dtype=dtype))
     return LayerSpec(mixer=mixer, mlp=mlp, group=FULL_GROUP, cache=tuple(cache))
+
+
+def delta_layer(mixer: DeltaSpec, mlp: MlpSpec, dtype: DtypeName) -> LayerSpec:
+    """A recurrent layer: one state a slot, and the inputs the convolution still needs."""
+    state = (mixer.heads, mixer.key_dim, mixer.value_dim)
+    conv = (mixer.conv_size - 1, mixer.conv_channels)
+    cache = (
+        CacheTensorSpec(name="state", shape=state, dtype="float32"),
+        CacheTensorSpec(name="conv", shape=conv, dtype=dtype),
+    )
+    return LayerSpec(mixer=mixer, mlp=mlp, group=STATE_GROUP, cache=cache)
+
+
+def state_groups() -> tuple[CacheGroupSpec, ...]:
+    """The cache group of recurrent layers."""
+    return (CacheGroupSpec(name=STATE_GROUP, kind="recurrent"),)
 
 
 def group_name(window: int | None) -> str:

@@ -12,30 +12,21 @@ from dataclasses import replace
 from typing import Literal
 
 from wavepp.models.families.common import (
-    FULL_GROUP,
     MIXTRAL_NAMES,
     activation,
+    attention_groups,
     build_model,
+    delta_layer,
     dense_mlp,
     grouped_router,
     mla_layer,
+    state_groups,
 )
 from wavepp.models.json_config import JsonConfig
 from wavepp.models.mixer_specs import DeltaSpec, MlaSpec
 from wavepp.models.mlp_specs import MlpSpec, MoeSpec
-from wavepp.models.spec import (
-    STATE_GROUP,
-    CacheGroupSpec,
-    CacheTensorSpec,
-    DtypeName,
-    LayerSpec,
-    ModelSpec,
-)
+from wavepp.models.spec import DtypeName, ModelSpec
 
-HYBRID_GROUPS = (
-    CacheGroupSpec(name=FULL_GROUP, kind="attention"),
-    CacheGroupSpec(name=STATE_GROUP, kind="recurrent"),
-)
 LayerKind = Literal["full", "recurrent"]
 
 
@@ -66,7 +57,7 @@ def _build(config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...], family: s
         dtype,
         eos,
         layers,
-        HYBRID_GROUPS,
+        (*attention_groups([None]), *state_groups()),
         max_model_len=limit,
         norm_eps=config.number("rms_norm_eps", 1e-5),
         family=family,
@@ -163,14 +154,3 @@ def expert_mlps(config: JsonConfig) -> list[MlpSpec]:
     first = config.count("first_k_dense_replace", 1)
     count = config.integer("num_hidden_layers")
     return [dense if index < first else sparse for index in range(count)]
-
-
-def delta_layer(mixer: DeltaSpec, mlp: MlpSpec, dtype: DtypeName) -> LayerSpec:
-    """A recurrent layer: one state a slot, and the inputs the convolution still needs."""
-    state = (mixer.heads, mixer.key_dim, mixer.value_dim)
-    conv = (mixer.conv_size - 1, mixer.conv_channels)
-    cache = (
-        CacheTensorSpec(name="state", shape=state, dtype="float32"),
-        CacheTensorSpec(name="conv", shape=conv, dtype=dtype),
-    )
-    return LayerSpec(mixer=mixer, mlp=mlp, group=STATE_GROUP, cache=cache)

@@ -1,14 +1,17 @@
 """Grouped-query attention: merged qkv product, optional per-head norms, rope, paged attention.
 
-T rows, H query heads, K key heads, D head size; qkv rows are [q: H*D | k: K*D | v: K*D]
+T rows, H query heads, K key heads, D head size; qkv rows are [q: H*D | k: K*D | v: K*D],
+and [gate: H*D] behind them in models that gate the result
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from wavepp.kernels.api import Ops, Pools
 from wavepp.models.layers.context import WaveContext
+from wavepp.models.layers.norm import read_norm
 from wavepp.models.loader import WeightSource
 from wavepp.models.mixer_specs import GqaSpec
 
@@ -24,11 +27,16 @@ class GqaLayer:
         self._ops = ops
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
-        rows = [heads * dim, kv_heads * dim, kv_heads * dim]
+        rows = [heads * dim * (2 if spec.out_gate else 1), kv_heads * dim, kv_heads * dim]
         self._qkv = weights.read_rows([f"{n}.weight" for n in names], rows, spec.hidden_size)
         self._qkv_bias = None
         if spec.qkv_bias:
             self._qkv_bias = weights.read_rows([f"{n}.bias" for n in names], rows, None)
+        if spec.out_gate:
+            order = _gates_last(spec, self._qkv.device)
+            self._qkv = self._qkv.index_select(0, order)
+            if self._qkv_bias is not None:
+                self._qkv_bias = self._qkv_bias.index_select(0, order)
         self._out = weights.read(f"{prefix}.o_proj.weight", (spec.hidden_size, heads * dim))
         self._out_bias = None
         if spec.out_bias:
@@ -60,11 +68,17 @@ class GqaLayer:
             qk = self._normed(qkv, qk, normed)
         turned = scratch.empty("qk_rope", (tokens, rotated, spec.head_dim), x)
         qk = ops.rope(qk, *context.ropes[spec.rope], turned)
-        q, k, v = qk[:, : spec.num_heads], qk[:, spec.num_heads :], heads[:, rotated:]
+        q, k, v = (
+            qk[:, : spec.num_heads],
+            qk[:, spec.num_heads :],
+            heads[:, rotated : rotated + spec.num_kv_heads],
+        )
         cache = (pools[0], pools[1])
         ops.write_paged(cache, k, v, plan)
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         mixed = ops.attn_paged((q, k, v), cache, plan, scale, scratch)
+        if spec.out_gate:
+            mixed = mixed.mul_(torch.sigmoid(qkv[:, -mixed.shape[1] :]))
         return ops.linear_add_(residual, mixed, self._out, self._out_bias)
 
     def _read_qk_norm(self, weights: WeightSource, prefix: str) -> tuple[Tensor, ...]:
@@ -75,7 +89,7 @@ class GqaLayer:
             return ()
         sizes = (dim, dim) if spec.qk_norm == "head" else (heads * dim, kv_heads * dim)
         q, k = (
-            weights.read(f"{prefix}.{part}_norm.weight", (size,)).add_(spec.norm_offset)
+            read_norm(weights, f"{prefix}.{part}_norm.weight", size, spec.norm_offset)
             for part, size in zip("qk", sizes, strict=True)
         )
         if spec.qk_norm == "all":
@@ -94,3 +108,11 @@ class GqaLayer:
             flat[:, part] = self._ops.rms_norm(qkv[:, part], weight, self._eps, None)
             begin = part.stop
         return out
+
+
+def _gates_last(spec: GqaSpec, device: torch.device) -> Tensor:
+    """Order of rows that brings [q | gate] of each head, k, v to q, k, v, gate."""
+    size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    both = torch.arange(2 * size, device=device).view(spec.num_heads, 2, spec.head_dim)
+    kv = torch.arange(2 * size, 2 * (size + kv_size), device=device)
+    return torch.cat([both[:, 0].reshape(-1), kv, both[:, 1].reshape(-1)])

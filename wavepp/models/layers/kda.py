@@ -66,9 +66,9 @@ class KdaLayer:
         spans, tokens = context.wave.states[group], x.shape[0]
         first = context.workspace.empty("kda_first", (tokens, self._first.shape[0]), x)
         first = ops.linear(x, self._first, None, first)
-        qkv, decay, beta, gate = _columns(first, self._sizes)
+        qkv, decay, beta, gate = columns(first, self._sizes)
         mixed = ops.short_conv(qkv, self._conv, pools[1], spans)
-        q, k, v = _columns(mixed, [spec.key_size, spec.key_size, spec.value_size])
+        q, k, v = columns(mixed, [spec.key_size, spec.key_size, spec.value_size])
         inputs = DeltaInputs(
             q=q.view(tokens, spec.key_heads, spec.key_dim),
             k=k.view(tokens, spec.key_heads, spec.key_dim),
@@ -94,7 +94,7 @@ class KdaLayer:
         return torch.sigmoid(z.mul_(rate)).mul_(spec.lower_bound)
 
 
-def _columns(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def columns(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """x [T, sum(sizes)] in parts, without a copy."""
     ends = list(accumulate(sizes))
     return [x[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
