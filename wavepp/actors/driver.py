@@ -24,7 +24,7 @@ import numpy as np
 from wavepp.actors.ports import DataPlane, Parcel, StagesPlane
 from wavepp.actors.trace import TraceWriter
 from wavepp.config import EngineConfig
-from wavepp.control.driver import DriverControl, DriverOptions
+from wavepp.control.driver import DriverControl
 from wavepp.control.facts import (
     AbortRequested,
     Arrival,
@@ -35,8 +35,10 @@ from wavepp.control.facts import (
     LaunchWave,
     RoundAnswered,
     SendRound,
+    TimerFired,
     WaveCompleted,
 )
+from wavepp.control.options import DriverOptions
 from wavepp.control.work import Sampling
 from wavepp.errors import EngineDeadError, ProtocolError, RequestError
 from wavepp.protocol.messages import RoundMessage, WaveSchedule
@@ -75,6 +77,7 @@ class DriverCore:
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._wave_sizes: deque[int] = deque(maxlen=WAVE_SIZES_KEPT)
         self._dead: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._main = asyncio.create_task(self._run(), name="wavepp-driver")
 
     async def submit(self, request: PrefillRequest) -> PrefillResult:
@@ -113,9 +116,11 @@ class DriverCore:
         self.check_alive()
         stages = await self._stages.stats()
         control, counters = self.control, self.control.counters
+        leader, tally = control.leader, control.leader.books.tally
+        leases = control.lease_times()
         return EngineStats(
-            requests_waiting=control.admission.num_waiting,
-            requests_running=len(control.admission.admitted),
+            requests_waiting=control.num_live - len(leader.admitted),
+            requests_running=len(leader.admitted),
             requests_finished=counters.finished,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
@@ -125,9 +130,21 @@ class DriverCore:
             ring_occupancy=len(control.ring),
             wall_s=self._clock() - self._started_s,
             rounds=control.rounds.number,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            endpoints_lowered=tally.retries,
+            capacity_refusals=tally.no_room,
+            deferred=tally.deferred,
+            leases=len(leases),
+            lease_age_s_max=self._clock() - min(leases) if leases else 0.0,
             stages=stages,
             wave_tokens=tuple(self._wave_sizes),
         )
+
+    async def reset_prefix_cache(self, stage: int | None) -> bool:
+        """As EngineBackend.reset_prefix_cache."""
+        self.check_alive()
+        return await self._stages.reset(stage)
 
     async def close(self) -> None:
         """Aborts what is left, lets waves in flight run out (for a while), and stops all tasks."""
@@ -138,6 +155,8 @@ class DriverCore:
                 self.control.check()
         finally:
             self._main.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._main
             self._die("the engine is closed")
@@ -246,6 +265,17 @@ class DriverCore:
             self._trace.write("effects", now, effects)
         for effect in effects:
             self._perform(effect)
+        self._set_timer(now)
+
+    def _set_timer(self, now: float) -> None:
+        """Wakes the control when something may be due though nothing has come."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self.control.next_timer
+        if due_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(due_s - now, 0.0), self._feed, TimerFired())
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -280,10 +310,15 @@ def driver_options(config: EngineConfig) -> DriverOptions:
     return DriverOptions(
         ring_depth=config.ring_waves,
         wave_tokens_max=config.max_num_batched_tokens,
+        wave_tokens_min=config.wave_tokens_min,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
+        headroom_tokens=config.headroom_tokens,
+        agreement=config.agreement,
+        defer_shared_prefix=config.defer_shared_prefix and config.enable_prefix_caching,
+        defer_max_s=config.defer_max_ms / 1000.0,
     )
 
 

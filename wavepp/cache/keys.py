@@ -66,6 +66,25 @@ def chain_keys(
     return keys
 
 
+def join_keys(keys: Sequence[bytes]) -> bytes:
+    """Keys of equal length as one string, for the wire."""
+    return b"".join(keys)
+
+
+def split_keys(joined: bytes, count: int) -> list[bytes]:
+    """What `join_keys` was given.
+
+    Args:
+        count: how many keys there are.
+    """
+    if not count:
+        assert not joined, len(joined)
+        return []
+    size = len(joined) // count
+    assert size * count == len(joined), (len(joined), count)
+    return [joined[start : start + size] for start in range(0, len(joined), size)]
+
+
 def make_prompt(
     tokens: Sequence[int] | npt.NDArray[np.integer],
     block_size: int,

@@ -1,0 +1,188 @@
+"""A world and a workload out of a seed (swarm): everything that can differ does.
+
+Owns: the distributions. May not: run anything. P, B, M, R, lanes, pools, headroom, agreement,
+deferral, host tiers, snapshots and faults all come from the seed, so that small and odd
+combinations are met as often as usual ones.
+"""
+
+from __future__ import annotations
+
+import random
+
+from wavepp.cache.types import GroupSpec
+from wavepp.protocol.agreement import Agreement
+from wavepp.protocol.states import Phase
+from wavepp.sim.options import VOCABULARY, Faults, Job, StageOptions, WorldOptions
+
+KINDS = ("attention", "recurrent", "both", "sliding", "sliding and both")
+CANCEL_PHASES = (
+    Phase.ARRIVED,
+    Phase.ANNOUNCED,
+    Phase.READY,
+    Phase.DEFERRED,
+    Phase.CLAIMING,
+    Phase.RETRYING,
+    Phase.WAITING,
+    Phase.ADMITTED,
+    Phase.RUNNING,
+    Phase.COMPLETING,
+)
+SALTS = ("", "", "", "a", "b")
+
+
+def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
+    """The options of a seed's world, and its requests."""
+    rng = random.Random(f"{seed}/world")
+    block = rng.choice((2, 4, 4, 8, 16, 32))
+    budget = rng.randint(1, 8) * block
+    pool = rng.choice((8, 12, 16, 24, 48))
+    lanes = rng.randint(1, 6)
+    kinds = _kinds(rng)
+    stages = tuple(_stage(rng, kind, block, pool, lanes) for kind in kinds)
+    if rng.random() < 0.04:
+        stages = _shrink(rng, stages)
+    jobs = draw_jobs(random.Random(f"{seed}/jobs"), block=block, pool=pool)
+    agreement: Agreement = rng.choice(("set", "set", "stepwise"))
+    options = WorldOptions(
+        stages=stages,
+        block_size=block,
+        ring_depth=rng.choice((1, 2, len(stages), 2 * len(stages))),
+        wave_tokens_max=budget,
+        wave_tokens_min=max(block, budget // 2 // block * block),
+        max_num_seqs=lanes,
+        headroom_tokens=rng.choice((0, budget, 2 * len(stages) * budget)),
+        agreement=agreement,
+        defer_shared_prefix=rng.random() < 0.7,
+        defer_max_s=rng.choice((0.001, 0.02, 0.5)),
+        enable_prefix_caching=rng.random() < 0.95,
+        round_delay_s=rng.choice((1e-4, 1e-3, 2e-2)),
+        wave_delay_s=rng.choice((1e-5, 3e-4)),
+        audit_every=rng.choice((5, 17, 40)),
+        calm_s=max(job.at_s for job in jobs) + 0.2,
+        faults=_faults(rng),
+    )
+    return options, jobs
+
+
+def _kinds(rng: random.Random) -> list[str]:
+    count = rng.choice((1, 2, 2, 3, 3, 4, 5))
+    if rng.random() < 0.35:
+        return ["attention"] * count
+    return [rng.choice(KINDS) for _ in range(count)]
+
+
+def _stage(rng: random.Random, kind: str, block: int, pool: int, lanes: int) -> StageOptions:
+    """One stage; its pools are its own."""
+    groups: list[GroupSpec] = []
+
+    def blocks() -> int:
+        return max(3, pool + rng.randint(-pool // 4, pool // 4))
+
+    host = rng.choice((0, 0, 0, 2, pool))
+    if kind in ("attention", "both", "sliding and both"):
+        groups.append(GroupSpec(name="attn", kind="attention", units=blocks(), host_units=host))
+    if kind in ("sliding", "sliding and both"):
+        window = rng.choice((1, block, 2 * block + 1, 4 * block))
+        groups.append(GroupSpec(name="local", kind="sliding", units=blocks(), window=window))
+    if kind in ("recurrent", "both", "sliding and both"):
+        units = rng.choice((1, 2, lanes, 2 * lanes + 2, 3 * lanes + 6))
+        groups.append(
+            GroupSpec(
+                name="state", kind="recurrent", units=units, host_units=rng.choice((0, 0, 1, 4))
+            )
+        )
+    return StageOptions(
+        groups=tuple(groups),
+        seconds_per_token=rng.choice((1e-5, 5e-5, 2e-4)),
+        snapshot_interval=rng.choice((None, None, block, 2 * block, 4 * block)),
+        max_snapshots_per_path=rng.choice((1, 2, 4, 16)),
+    )
+
+
+def _shrink(rng: random.Random, stages: tuple[StageOptions, ...]) -> tuple[StageOptions, ...]:
+    """A fault: one stage has less than it says."""
+    at = rng.randrange(len(stages))
+    stage = stages[at]
+    paged = [group for group in stage.groups if group.paged]
+    if not paged:
+        return stages
+    group = rng.choice(paged)
+    told = {group.name: group.units + rng.randint(1, group.units)}
+    lying = StageOptions(
+        groups=stage.groups,
+        told=told,
+        seconds_per_token=stage.seconds_per_token,
+        snapshot_interval=stage.snapshot_interval,
+        max_snapshots_per_path=stage.max_snapshots_per_path,
+    )
+    return (*stages[:at], lying, *stages[at + 1 :])
+
+
+def _faults(rng: random.Random) -> Faults:
+    """Each kind of fault is on in about half of the worlds."""
+
+    def rate(*choices: float) -> float:
+        return rng.choice((0.0, *choices))
+
+    return Faults(
+        tail=rate(0.01, 0.05),
+        slow=rate(0.02, 0.1),
+        error=rate(0.0, 0.02, 0.1),
+        guilty=rng.choice((0.2, 0.6)),
+        reset=rate(0.0, 0.02, 0.1),
+        late=rate(0.1, 0.3),
+        interleave=rng.choice((0.0, 0.05, 0.3)),
+    )
+
+
+def draw_jobs(rng: random.Random, *, block: int, pool: int) -> list[Job]:
+    """Requests in families that share prefixes, in bursts with silences between."""
+    documents = [_tokens(rng, (pool + 4) * block) for _ in range(rng.randint(1, 4))]
+    count = rng.randint(6, 40)
+    longest = rng.choice((pool // 3 + 1, pool // 2 + 1, pool))
+    cancels = rng.choice((0.0, 0.15, 0.6))
+    jobs: list[Job] = []
+    now = 0.0
+    for index in range(count):
+        if rng.random() < 0.4:
+            now += rng.expovariate(1.0) * rng.choice((1e-3, 1e-2, 0.3))
+        tokens = _prompt(rng, documents, jobs, block=block, longest=longest)
+        if rng.random() < 0.03:
+            tokens = _tokens(rng, (pool + pool // 2) * block)  # larger than most pools
+        cancel_s = now + rng.expovariate(20.0) if rng.random() < cancels / 2 else None
+        cancel_in = rng.choice(CANCEL_PHASES) if rng.random() < cancels / 2 else None
+        jobs.append(
+            Job(
+                name=f"r{index}",
+                at_s=now,
+                tokens=tokens,
+                salt=rng.choice(SALTS),
+                max_tokens=rng.choice((0, 1, 1, 1, 1, 3, block + 2)),
+                scores=rng.random() < 0.03,
+                cancel_s=cancel_s,
+                cancel_in=cancel_in,
+            )
+        )
+    return jobs
+
+
+def _prompt(
+    rng: random.Random,
+    documents: list[tuple[int, ...]],
+    jobs: list[Job],
+    *,
+    block: int,
+    longest: int,
+) -> tuple[int, ...]:
+    """A document cut anywhere and a question of its own; an old prompt again; one grown longer."""
+    if jobs and rng.random() < 0.25:
+        old = rng.choice(jobs).tokens
+        return old if rng.random() < 0.5 else old + _tokens(rng, rng.randint(1, 2 * block))
+    shared = rng.choice(documents)[: rng.randint(0, longest * block)]
+    if rng.random() < 0.5:
+        shared = shared[: len(shared) // block * block]
+    return shared + _tokens(rng, rng.randint(1, 3 * block))
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCABULARY) for _ in range(count))
