@@ -146,6 +146,25 @@ def compare(
     run(first, second)
 
 
+@app.command("sim")
+def sim(
+    seeds: Annotated[str, typer.Argument(metavar="SEED | A:B", help="one seed, or a range")],
+    minutes: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="go on with the seeds after these for so long"),
+    ] = None,
+) -> None:
+    """Run the real driver and stages under a virtual clock, with faults, and check every step.
+
+    One seed prints a line an event; a range prints a summary. Ends with status 1 when something was
+    wrong, and says how to see it again.
+    """
+    from wavepp.commands.sim import run
+
+    if not run(seeds, minutes):
+        raise typer.Exit(FAILURE)
+
+
 @app.command("make-tiny")
 def make_tiny(
     family: Annotated[str, typer.Argument(help="model family, such as llama")],

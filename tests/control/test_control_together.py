@@ -197,10 +197,8 @@ shared_prompts = st.lists(
 
 def shared_prompt(shape: tuple[int, int, int], serial: int) -> list[int]:
     document, taken, own = shape
-    return [
-        *range(100 * document, 100 * document + taken),
-        *range(500 + 9 * serial, 509 + 9 * serial),
-    ][: taken + own]
+    shared = range(100 * document, 100 * document + taken)
+    return [*shared, *range(500 + 9 * serial, 500 + 9 * serial + own)]
 
 
 reusing_worlds = st.builds(

@@ -8,6 +8,7 @@ combinations are met as often as usual ones.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 from wavepp.cache.types import GroupSpec
 from wavepp.protocol.agreement import Agreement
@@ -27,21 +28,21 @@ CANCEL_PHASES = (
     Phase.RUNNING,
     Phase.COMPLETING,
 )
-SALTS = ("", "", "", "a", "b")
+SALTS = ("", "", "", "", "", "", "a", "b")
 
 
 def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
     """The options of a seed's world, and its requests."""
     rng = random.Random(f"{seed}/world")
     block = rng.choice((2, 4, 4, 8, 16, 32))
-    budget = rng.randint(1, 8) * block
+    budget = rng.choice((1, 1, 2, 2, 3, 4, 8)) * block
     pool = rng.choice((8, 12, 16, 24, 48))
     lanes = rng.randint(1, 6)
     kinds = _kinds(rng)
     stages = tuple(_stage(rng, kind, block, pool, lanes) for kind in kinds)
     if rng.random() < 0.04:
         stages = _shrink(rng, stages)
-    jobs = draw_jobs(random.Random(f"{seed}/jobs"), block=block, pool=pool)
+    jobs = draw_jobs(random.Random(f"{seed}/jobs"), block=block, pool=_smallest(stages, pool))
     agreement: Agreement = rng.choice(("set", "set", "stepwise"))
     options = WorldOptions(
         stages=stages,
@@ -62,6 +63,12 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
         faults=_faults(rng),
     )
     return options, jobs
+
+
+def _smallest(stages: tuple[StageOptions, ...], pool: int) -> int:
+    """Blocks that every stage has."""
+    paged = [group.units for stage in stages for group in stage.groups if group.paged]
+    return min(paged, default=pool)
 
 
 def _kinds(rng: random.Random) -> list[str]:
@@ -130,6 +137,7 @@ def _faults(rng: random.Random) -> Faults:
         error=rate(0.0, 0.02, 0.1),
         guilty=rng.choice((0.2, 0.6)),
         reset=rate(0.0, 0.02, 0.1),
+        storm=rate(0.1, 0.4, 0.8),
         late=rate(0.1, 0.3),
         interleave=rng.choice((0.0, 0.05, 0.3)),
     )
@@ -140,15 +148,17 @@ def draw_jobs(rng: random.Random, *, block: int, pool: int) -> list[Job]:
     documents = [_tokens(rng, (pool + 4) * block) for _ in range(rng.randint(1, 4))]
     count = rng.randint(6, 40)
     longest = rng.choice((pool // 3 + 1, pool // 2 + 1, pool))
-    cancels = rng.choice((0.0, 0.15, 0.6))
+    sizes = _Sizes(block=block, blocks=pool, shared=longest)
+    cancels = rng.choice((0.0, 0.2, 0.8))
     jobs: list[Job] = []
     now = 0.0
     for index in range(count):
         if rng.random() < 0.4:
             now += rng.expovariate(1.0) * rng.choice((1e-3, 1e-2, 0.3))
-        tokens = _prompt(rng, documents, jobs, block=block, longest=longest)
-        if rng.random() < 0.03:
-            tokens = _tokens(rng, (pool + pool // 2) * block)  # larger than most pools
+        max_tokens = rng.choice((0, 1, 1, 1, 1, 3, block + 2))
+        tokens = _prompt(rng, documents, jobs, sizes)[: pool * block - max(max_tokens - 1, 0)]
+        if rng.random() < 0.02:
+            tokens = _tokens(rng, (pool + pool // 2) * block)  # larger than the smallest pool
         cancel_s = now + rng.expovariate(20.0) if rng.random() < cancels / 2 else None
         cancel_in = rng.choice(CANCEL_PHASES) if rng.random() < cancels / 2 else None
         jobs.append(
@@ -157,7 +167,7 @@ def draw_jobs(rng: random.Random, *, block: int, pool: int) -> list[Job]:
                 at_s=now,
                 tokens=tokens,
                 salt=rng.choice(SALTS),
-                max_tokens=rng.choice((0, 1, 1, 1, 1, 3, block + 2)),
+                max_tokens=max_tokens,
                 scores=rng.random() < 0.03,
                 cancel_s=cancel_s,
                 cancel_in=cancel_in,
@@ -166,22 +176,28 @@ def draw_jobs(rng: random.Random, *, block: int, pool: int) -> list[Job]:
     return jobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """B, blocks that every stage has, and blocks of the longest shared prefix."""
+
+    block: int
+    blocks: int
+    shared: int
+
+
 def _prompt(
-    rng: random.Random,
-    documents: list[tuple[int, ...]],
-    jobs: list[Job],
-    *,
-    block: int,
-    longest: int,
+    rng: random.Random, documents: list[tuple[int, ...]], jobs: list[Job], sizes: _Sizes
 ) -> tuple[int, ...]:
     """A document cut anywhere and a question of its own; an old prompt again; one grown longer."""
     if jobs and rng.random() < 0.25:
         old = rng.choice(jobs).tokens
-        return old if rng.random() < 0.5 else old + _tokens(rng, rng.randint(1, 2 * block))
-    shared = rng.choice(documents)[: rng.randint(0, longest * block)]
+        grown = rng.randint(1, 2 * sizes.block)
+        return old if rng.random() < 0.5 else old + _tokens(rng, grown)
+    shared = rng.choice(documents)[: rng.randint(0, sizes.shared * sizes.block)]
     if rng.random() < 0.5:
-        shared = shared[: len(shared) // block * block]
-    return shared + _tokens(rng, rng.randint(1, 3 * block))
+        shared = shared[: len(shared) // sizes.block * sizes.block]
+    room = sizes.blocks * sizes.block - len(shared)
+    return shared + _tokens(rng, rng.randint(1, max(min(room, 3 * sizes.block), 1)))
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:

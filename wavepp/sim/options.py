@@ -42,7 +42,8 @@ class Faults:
         tail: of a message, to take `TAIL` times as long. slow: of a wave on a stage, to take
             `SLOW` times as long. error: of a wave on a stage, to fail; `guilty` of those name the
             request at fault. reset: of a round on a stage, to be followed by the loss of all idle
-            content. late: of an answer, to be told again much later. interleave: of a lock's
+            content. storm: of a round with claims, to find that much was evicted since the hints.
+            late: of an answer, to be told again much later. interleave: of a lock's
             release, to let the stage's other thread run then and there.
     """
 
@@ -51,6 +52,7 @@ class Faults:
     error: float = 0.0
     guilty: float = 0.0
     reset: float = 0.0
+    storm: float = 0.0
     late: float = 0.0
     interleave: float = 0.0
 

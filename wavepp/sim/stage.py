@@ -1,8 +1,8 @@
 """One stage: the real StageControl, its two threads as turns, and a model of its device.
 
-Owns: which thread runs when. May not: decide, or look into what a message says. WAVE answers rounds,
-LOOP runs waves; both take the tree lock for a step at a time. Whenever one of them lets go of it,
-the other may run then and there, so their steps interleave at the grain of one lock hold.
+Owns: which thread runs when. May not: decide, or look into what a message says. WAVE answers
+rounds, LOOP runs waves; both take the tree lock for a step at a time. Whenever one of them lets go
+of it, the other may run then and there, so their steps interleave at the grain of one lock hold.
 
     LOOP:  idle --schedule--> prepared --activations--> computing --time--> idle
 """
@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from wavepp.cache.escrow import Hold
+from wavepp.cache.reclaim import allocate
 from wavepp.control.options import CacheOptions
 from wavepp.control.stage import PreparedWave, StageControl
 from wavepp.control.work import ErrorRecord, GroupFacts, SpanOutput, SpanWork, StageFacts
@@ -143,6 +145,8 @@ class SimStage:
     def round(self, message: RoundMessage) -> None:
         """A round arrives: it is answered at once."""
         assert not self._wave_runs, "one round is out at a time"
+        if message.ask.claims and self._happens(self.ports.faults().storm):
+            self.storm()
         self._wave_runs = True
         reply = self.control.handle(message, now=self.ports.clock.now)
         self._wave_runs = False
@@ -156,6 +160,21 @@ class SimStage:
         self._wave_runs = True
         self.control.reset()
         self._wave_runs = False
+
+    def storm(self) -> None:
+        """Others had blocks of this stage for a moment: the least recently used content is gone.
+
+        Not between prepare and compute of a wave, whose copies must come first.
+        """
+        if self._prepared is not None:
+            return
+        self.ports.count("storm")
+        parts = self.control.cache._parts
+        for group, pool in enumerate(parts.pools):
+            count = self.ports.rng.randint(0, max(pool.spare, 0))
+            units, effects = allocate(parts, group, count, Hold())
+            self.device.perform(tuple(effects))
+            pool.give(units)
 
     # -- LOOP ------------------------------------------------------------------------------------
 

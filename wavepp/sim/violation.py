@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Violation(Exception):  # noqa: N818 (it is a finding, not a mistake of the caller)
+class Violation(Exception):
     """A checker saw something that must never be.
 
     Args:

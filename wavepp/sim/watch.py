@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Checker:
-    """An outside observer. `name` is its number and title; every method may look, none may touch."""
+    """An outside observer. `name` is number and title; every method may look, none may touch."""
 
     name = "0 nothing"
 
@@ -64,6 +64,31 @@ class Checker:
         """Nothing is left to happen."""
 
 
+HOOKS = (
+    "logged",
+    "sent",
+    "replied",
+    "launched",
+    "prepared",
+    "held",
+    "completed",
+    "finished",
+    "ended",
+)
+
+
+def hooks_of(checkers: Sequence[Checker]) -> dict[str, list[Callable[..., None]]]:
+    """For every hook, the checkers that look there."""
+    return {
+        hook: [
+            getattr(checker, hook)
+            for checker in checkers
+            if getattr(type(checker), hook) is not getattr(Checker, hook)
+        ]
+        for hook in HOOKS
+    }
+
+
 def tap(
     target: object,
     name: str,
@@ -83,4 +108,3 @@ def tap(
         return result
 
     setattr(target, name, watched)
-
