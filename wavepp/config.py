@@ -135,10 +135,11 @@ class EngineConfig(BaseModel):
         description="let a request wait for another one that is computing the prefix it lacks",
     )
     defer_max_ms: float = Field(
-        default=1000.0,
+        default=60_000.0,
         ge=0,
         allow_inf_nan=False,
-        description="longest such wait of one request",
+        description="longest wait of one request for that, in milliseconds; nobody waits while the "
+        "ring lacks work",
     )
 
     # Limits and failure
