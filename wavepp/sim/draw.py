@@ -15,7 +15,12 @@ from wavepp.protocol.agreement import Agreement
 from wavepp.protocol.states import Phase
 from wavepp.sim.options import VOCABULARY, Faults, Job, StageOptions, WorldOptions
 
-KINDS = ("attention", "recurrent", "both", "sliding", "sliding and both")
+KIND_MIXES = (
+    ("attention", "recurrent", "both"),
+    ("both",),
+    ("attention", "sliding"),
+    ("attention", "recurrent", "both", "sliding", "sliding and both"),
+)
 CANCEL_PHASES = (
     Phase.ARRIVED,
     Phase.ANNOUNCED,
@@ -39,11 +44,12 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
     pool = rng.choice((8, 12, 16, 24, 48))
     lanes = rng.randint(1, 6)
     kinds = _kinds(rng)
-    stages = tuple(_stage(rng, kind, block, pool, lanes) for kind in kinds)
-    if rng.random() < 0.04:
+    sizes = _Sizes(block=block, pool=pool, lanes=lanes, scarce=rng.random() < 0.4)
+    stages = tuple(_stage(rng, kind, sizes) for kind in kinds)
+    if rng.random() < 0.06:
         stages = _shrink(rng, stages)
     jobs = draw_jobs(random.Random(f"{seed}/jobs"), block=block, pool=_smallest(stages, pool))
-    agreement: Agreement = rng.choice(("set", "set", "stepwise"))
+    agreement: Agreement = rng.choice(("set", "stepwise"))
     options = WorldOptions(
         stages=stages,
         block_size=block,
@@ -58,7 +64,7 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
         enable_prefix_caching=rng.random() < 0.95,
         round_delay_s=rng.choice((1e-4, 1e-3, 2e-2)),
         wave_delay_s=rng.choice((1e-5, 3e-4)),
-        audit_every=rng.choice((5, 17, 40)),
+        audit_every=rng.choice((11, 30, 80)),
         calm_s=max(job.at_s for job in jobs) + 0.2,
         faults=_faults(rng),
     )
@@ -66,21 +72,38 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
 
 
 def _smallest(stages: tuple[StageOptions, ...], pool: int) -> int:
-    """Blocks that every stage has."""
-    paged = [group.units for stage in stages for group in stage.groups if group.paged]
+    """Blocks that every stage says it has."""
+    paged = [
+        stage.told.get(group.name, group.units)
+        for stage in stages
+        for group in stage.groups
+        if group.paged
+    ]
     return min(paged, default=pool)
 
 
 def _kinds(rng: random.Random) -> list[str]:
     count = rng.choice((1, 2, 2, 3, 3, 4, 5))
-    if rng.random() < 0.35:
+    if rng.random() < 0.3:
         return ["attention"] * count
-    return [rng.choice(KINDS) for _ in range(count)]
+    choice = rng.choice(KIND_MIXES)
+    return [rng.choice(choice) for _ in range(count)]
 
 
-def _stage(rng: random.Random, kind: str, block: int, pool: int, lanes: int) -> StageOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """B, blocks a stage has on average, lanes; `scarce`: snapshots are few, and differ by stage."""
+
+    block: int
+    pool: int
+    lanes: int
+    scarce: bool
+
+
+def _stage(rng: random.Random, kind: str, sizes: _Sizes) -> StageOptions:
     """One stage; its pools are its own."""
     groups: list[GroupSpec] = []
+    block, pool, lanes, scarce = sizes.block, sizes.pool, sizes.lanes, sizes.scarce
 
     def blocks() -> int:
         return max(3, pool + rng.randint(-pool // 4, pool // 4))
@@ -92,7 +115,8 @@ def _stage(rng: random.Random, kind: str, block: int, pool: int, lanes: int) -> 
         window = rng.choice((1, block, 2 * block + 1, 4 * block))
         groups.append(GroupSpec(name="local", kind="sliding", units=blocks(), window=window))
     if kind in ("recurrent", "both", "sliding and both"):
-        units = rng.choice((1, 2, lanes, 2 * lanes + 2, 3 * lanes + 6))
+        few, many = (1, 2, lanes), (2 * lanes + pool, 4 * lanes + 2 * pool)
+        units = rng.choice(few if scarce else many)
         groups.append(
             GroupSpec(
                 name="state", kind="recurrent", units=units, host_units=rng.choice((0, 0, 1, 4))
@@ -101,8 +125,8 @@ def _stage(rng: random.Random, kind: str, block: int, pool: int, lanes: int) -> 
     return StageOptions(
         groups=tuple(groups),
         seconds_per_token=rng.choice((1e-5, 5e-5, 2e-4)),
-        snapshot_interval=rng.choice((None, None, block, 2 * block, 4 * block)),
-        max_snapshots_per_path=rng.choice((1, 2, 4, 16)),
+        snapshot_interval=rng.choice((None, 2 * block, 4 * block) if scarce else (block,)),
+        max_snapshots_per_path=rng.choice((1, 2, 4) if scarce else (8, 64)),
     )
 
 
@@ -136,31 +160,32 @@ def _faults(rng: random.Random) -> Faults:
         slow=rate(0.02, 0.1),
         error=rate(0.0, 0.02, 0.1),
         guilty=rng.choice((0.2, 0.6)),
-        reset=rate(0.0, 0.02, 0.1),
-        storm=rate(0.1, 0.4, 0.8),
+        reset=rate(0.0, 0.01, 0.05),
+        storm=rate(0.3, 0.9, 1.0),
         late=rate(0.1, 0.3),
         interleave=rng.choice((0.0, 0.05, 0.3)),
     )
 
 
 def draw_jobs(rng: random.Random, *, block: int, pool: int) -> list[Job]:
-    """Requests in families that share prefixes, in bursts with silences between."""
-    documents = [_tokens(rng, (pool + 4) * block) for _ in range(rng.randint(1, 4))]
-    count = rng.randint(6, 40)
-    longest = rng.choice((pool // 3 + 1, pool // 2 + 1, pool))
-    sizes = _Sizes(block=block, blocks=pool, shared=longest)
+    """Requests in families that share prefixes, in bursts with silences between.
+
+    Args:
+        pool: blocks that every stage has.
+    """
+    longest = rng.choice((pool // 4, pool // 2, pool - 2)) * block
+    documents = [_Document(rng, longest, block) for _ in range(rng.choice((1, 1, 2, 3)))]
     cancels = rng.choice((0.0, 0.2, 0.8))
+    gap_s = rng.choice((1e-3, 1e-2, 0.1))
     jobs: list[Job] = []
     now = 0.0
-    for index in range(count):
-        if rng.random() < 0.4:
-            now += rng.expovariate(1.0) * rng.choice((1e-3, 1e-2, 0.3))
+    for index in range(rng.randint(6, 32)):
+        if rng.random() < 0.5:
+            now += rng.expovariate(1.0) * gap_s * rng.choice((1, 1, 10))
         max_tokens = rng.choice((0, 1, 1, 1, 1, 3, block + 2))
-        tokens = _prompt(rng, documents, jobs, sizes)[: pool * block - max(max_tokens - 1, 0)]
+        tokens = _prompt(rng, documents, jobs, block)[: pool * block - max(max_tokens - 1, 0)]
         if rng.random() < 0.02:
             tokens = _tokens(rng, (pool + pool // 2) * block)  # larger than the smallest pool
-        cancel_s = now + rng.expovariate(20.0) if rng.random() < cancels / 2 else None
-        cancel_in = rng.choice(CANCEL_PHASES) if rng.random() < cancels / 2 else None
         jobs.append(
             Job(
                 name=f"r{index}",
@@ -169,35 +194,34 @@ def draw_jobs(rng: random.Random, *, block: int, pool: int) -> list[Job]:
                 salt=rng.choice(SALTS),
                 max_tokens=max_tokens,
                 scores=rng.random() < 0.03,
-                cancel_s=cancel_s,
-                cancel_in=cancel_in,
+                cancel_s=now + rng.expovariate(20.0) if rng.random() < cancels / 2 else None,
+                cancel_in=rng.choice(CANCEL_PHASES) if rng.random() < cancels / 2 else None,
             )
         )
     return jobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """B, blocks that every stage has, and blocks of the longest shared prefix."""
+class _Document:
+    """Tokens that many prompts begin with, up to one of a few places."""
 
-    block: int
-    blocks: int
-    shared: int
+    def __init__(self, rng: random.Random, longest: int, block: int) -> None:
+        self.tokens = _tokens(rng, max(longest, block))
+        self.ends = [rng.randint(1, len(self.tokens)) for _ in range(rng.randint(1, 4))]
+
+    def cut(self, rng: random.Random) -> tuple[int, ...]:
+        """A beginning: up to one of the places, or anywhere."""
+        end = rng.choice(self.ends) if rng.random() < 0.7 else rng.randint(0, len(self.tokens))
+        return self.tokens[:end]
 
 
 def _prompt(
-    rng: random.Random, documents: list[tuple[int, ...]], jobs: list[Job], sizes: _Sizes
+    rng: random.Random, documents: list[_Document], jobs: list[Job], block: int
 ) -> tuple[int, ...]:
-    """A document cut anywhere and a question of its own; an old prompt again; one grown longer."""
-    if jobs and rng.random() < 0.25:
+    """A document cut somewhere and a question of its own; an old prompt again, or grown longer."""
+    if jobs and rng.random() < 0.35:
         old = rng.choice(jobs).tokens
-        grown = rng.randint(1, 2 * sizes.block)
-        return old if rng.random() < 0.5 else old + _tokens(rng, grown)
-    shared = rng.choice(documents)[: rng.randint(0, sizes.shared * sizes.block)]
-    if rng.random() < 0.5:
-        shared = shared[: len(shared) // sizes.block * sizes.block]
-    room = sizes.blocks * sizes.block - len(shared)
-    return shared + _tokens(rng, rng.randint(1, max(min(room, 3 * sizes.block), 1)))
+        return old if rng.random() < 0.5 else old + _tokens(rng, rng.randint(1, 2 * block))
+    return rng.choice(documents).cut(rng) + _tokens(rng, rng.randint(1, 2 * block))
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:

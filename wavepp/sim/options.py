@@ -42,9 +42,9 @@ class Faults:
         tail: of a message, to take `TAIL` times as long. slow: of a wave on a stage, to take
             `SLOW` times as long. error: of a wave on a stage, to fail; `guilty` of those name the
             request at fault. reset: of a round on a stage, to be followed by the loss of all idle
-            content. storm: of a round with claims, to find that much was evicted since the hints.
-            late: of an answer, to be told again much later. interleave: of a lock's
-            release, to let the stage's other thread run then and there.
+            content. storm: of a round with claims or Retry decisions, to find that much was evicted
+            since the hints or votes. late: of an answer, to be told again much later.
+            interleave: of a lock's release, to let the stage's other thread run then and there.
     """
 
     tail: float = 0.0

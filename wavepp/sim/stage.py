@@ -20,6 +20,7 @@ from wavepp.control.options import CacheOptions
 from wavepp.control.stage import PreparedWave, StageControl
 from wavepp.control.work import ErrorRecord, GroupFacts, SpanOutput, SpanWork, StageFacts
 from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSchedule
+from wavepp.protocol.votes import Retry
 from wavepp.sim.clock import Action, Clock
 from wavepp.sim.device import Device, Text
 from wavepp.sim.options import VOCABULARY, Faults, StageOptions, WorldOptions
@@ -145,7 +146,8 @@ class SimStage:
     def round(self, message: RoundMessage) -> None:
         """A round arrives: it is answered at once."""
         assert not self._wave_runs, "one round is out at a time"
-        if message.ask.claims and self._happens(self.ports.faults().storm):
+        moves = any(isinstance(entry.decision, Retry) for entry in message.entries)
+        if (message.ask.claims or moves) and self._happens(self.ports.faults().storm):
             self.storm()
         self._wave_runs = True
         reply = self.control.handle(message, now=self.ports.clock.now)
