@@ -27,13 +27,14 @@ class BlockPool:
 
     def __init__(self, spec: GroupSpec) -> None:
         total = spec.units + spec.host_units
+        # Filled, not taken as zeros: whoever touched their pages first would pay, under the mutex.
         self.spec = spec
         self.units = spec.units
-        self.pins: Int32Array = np.zeros(total, dtype=np.int32)
+        self.pins: Int32Array = np.full(total, 0, dtype=np.int32)
         self.owner: Int32Array = np.full(
             total, -1, dtype=np.int32
         )  # tree node, -1: not in the tree
-        self.depth: Int32Array = np.zeros(total, dtype=np.int32)  # blocks before it on its path
+        self.depth: Int32Array = np.full(total, 0, dtype=np.int32)  # blocks before it on its path
         self.victim: BoolArray = np.zeros(total, dtype=np.bool_)
         self.keep: BoolArray = np.zeros(
             total, dtype=np.bool_

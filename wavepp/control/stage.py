@@ -197,8 +197,10 @@ class StageControl:
             self.finished_wave = schedule.wave
             due = self.sequences.due(self.finished_wave)
         for key in due:
+            ended = self.sequences.get(key)
             with self._lock:
                 self._close(key)
+            del ended  # as in `_catch_up`
         with self._lock:
             self._check_idle()
             return self._ack()
@@ -261,11 +263,12 @@ class StageControl:
         for entry in entries:
             with self._lock:
                 decision = self._log.take(entry)
-                if decision is not None:
-                    self._apply(decision)
+                ended = None if decision is None else self._apply(decision)
+            del ended  # a long prompt: giving its memory back takes longer than all the rest
         self._log.require(apply_to)
 
-    def _apply(self, decision: Decision) -> None:
+    def _apply(self, decision: Decision) -> Asked | None:
+        """Returns what the request had asked for when it ended."""
         request_id = decision.request_id
         self.machine.apply(decision)
         match decision:
@@ -276,7 +279,8 @@ class StageControl:
                 self._end_attempt(decision)
             case Abort() | Free():
                 self._end_attempt(decision)
-                self._asked.pop(request_id, None)
+                return self._asked.pop(request_id, None)
+        return None
 
     def _end_attempt(self, ending: Ending) -> None:
         """Gives back now, or behind the last wave that names the attempt (it may still be written
