@@ -142,7 +142,15 @@ class DriverCore:
         )
 
     async def reset_prefix_cache(self, stage: int | None) -> bool:
-        """As EngineBackend.reset_prefix_cache."""
+        """As EngineBackend.reset_prefix_cache. What has ended by now is no longer in use: the
+        stages hear of it first."""
+        log = self.control.log
+        number, deadline = log.last, self._clock() + DRAIN_S_MAX
+        while log.acked_min < number:
+            self.check_alive()
+            if self._clock() > deadline:
+                break
+            await asyncio.sleep(0.002)
         self.check_alive()
         return await self._stages.reset(stage)
 
