@@ -135,6 +135,46 @@ app.command("run-batch")(engine_command(run_batch))
 bench.command("throughput")(engine_command(throughput))
 
 
+@bench.command("admission")
+def admission(
+    prompt_len: Annotated[
+        int, typer.Option(min=1, metavar="N", help="tokens in a prompt; a quarter is timed too")
+    ] = 200_000,
+    concurrency: Annotated[
+        int, typer.Option(min=1, metavar="N", help="prompts at once, and held by the caches")
+    ] = 64,
+    block_size: Annotated[int, typer.Option(min=1, metavar="N", help="tokens in a block")] = 64,
+    stages: Annotated[
+        int, typer.Option(min=1, metavar="N", help="stages of the pipeline that admits")
+    ] = 4,
+    runs: Annotated[
+        int, typer.Option(min=2, metavar="N", help="runs of a prompt from which others part")
+    ] = 200,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="timed runs of each")] = 5,
+    seed: Annotated[int, typer.Option(metavar="N", help="of the made prompts")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="write meta and rows here")
+    ] = None,
+) -> None:
+    """Measure admission: keys, probes, hints, leases, escrows, lock holds, whole admissions.
+
+    No model and no network: real caches and the real protocol, in memory. Times by the wall clock
+    and by the CPU.
+    """
+    from wavepp.bench.admission import Plan, run
+
+    plan = Plan(
+        prompt_len=prompt_len,
+        concurrency=concurrency,
+        block_size=block_size,
+        stages=stages,
+        runs=runs,
+        repeats=repeats,
+        seed=seed,
+    )
+    run(plan, json_file)
+
+
 @bench.command("compare")
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="the one that should win")],

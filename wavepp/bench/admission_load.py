@@ -35,12 +35,14 @@ class Load:
 
     Attributes:
         runs: runs of a forked prompt's path.
+        stages: of the pipeline that admits.
     """
 
     prompt_len: int
     concurrency: int
     block_size: int
     runs: int
+    stages: int
     seed: int
 
     @property
@@ -67,6 +69,13 @@ class Load:
     def prompts(self, stream: str, count: int) -> list[Prompt]:
         """Distinct prompts with their keys."""
         return [make_prompt(self.draw(stream, n), self.block_size) for n in range(count)]
+
+
+def part_of(load: Load, prompt: Prompt, number: int, blocks: int) -> Prompt:
+    """A prompt that begins with so many blocks of another one, and goes on otherwise."""
+    kept = prompt.tokens[: blocks * load.block_size]
+    own = load.draw("own", number, load.prompt_len - len(kept))
+    return make_prompt(np.concatenate([kept, own]), load.block_size)
 
 
 def attention_cache(load: Load, *, units: int) -> StageCache:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
 from wavepp.bench.admission_load import (
     Lives,
     Load,
@@ -22,6 +20,7 @@ from wavepp.bench.admission_load import (
     fill,
     fork,
     hybrid_cache,
+    part_of,
 )
 from wavepp.bench.stopwatch import Stopwatch, timed
 from wavepp.cache.keys import join_keys, make_prompt, split_keys
@@ -29,7 +28,7 @@ from wavepp.cache.store import StageCache
 from wavepp.cache.types import Prompt
 from wavepp.units import RequestId
 
-FORKED_MAX = 8
+FORKED_MAX = 4
 """Prompts of N runs: each takes N - 1 others to build."""
 PROBER = RequestId("prober")
 
@@ -51,7 +50,10 @@ class Discovery:
     def __init__(self, load: Load, watch: Stopwatch) -> None:
         self._load, self._watch = load, watch
         self._prompts = load.prompts("held", load.concurrency)
-        self._parts = [_part(load, prompt, n) for n, prompt in enumerate(self._prompts)]
+        self._parts = [
+            part_of(load, prompt, n, int(load.rng("part", n).integers(1, len(prompt.keys))))
+            for n, prompt in enumerate(self._prompts)
+        ]
         self._cache = attention_cache(load, units=(load.concurrency + 1) * load.blocks)
         fill(self._cache, load, self._prompts)
         self._lives = Lives(self._cache, load, "one run", watch)
@@ -202,11 +204,3 @@ def lease(cache: StageCache, prompts: list[Prompt], case: str, watch: Stopwatch)
         )
         assert vote.endpoint == prompt.reuse_cap, vote
         watch.time(f"release: {case}", lambda: cache.release_lease(PROBER))
-
-
-def _part(load: Load, prompt: Prompt, number: int) -> Prompt:
-    """A prompt that begins as a held one does, up to some block, and goes on otherwise."""
-    blocks = int(load.rng("part", number).integers(1, len(prompt.keys)))
-    kept = prompt.tokens[: blocks * load.block_size]
-    own = load.draw("own", number, load.prompt_len - len(kept))
-    return make_prompt(np.concatenate([kept, own]), load.block_size)

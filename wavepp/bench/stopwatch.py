@@ -34,6 +34,7 @@ class Stopwatch:
     """Samples by name, one `Samples` a repeat."""
 
     repeats: dict[str, list[Samples]] = field(default_factory=dict)
+    numbers: dict[str, list[float]] = field(default_factory=dict)  # what is counted, not timed
     _repeat: int = 0
 
     def next_repeat(self) -> None:
@@ -48,14 +49,32 @@ class Stopwatch:
         runs[self._repeat].wall_us.append(wall_us)
         runs[self._repeat].cpu_us.append(cpu_us)
 
+    def number(self, name: str, value: float) -> None:
+        """Adds something that was counted."""
+        self.numbers.setdefault(name, []).append(value)
+
     def time(self, name: str, action: Callable[[], T]) -> T:
         """Runs an action and adds its duration."""
         result, wall_us, cpu_us = timed(action)
         self.note(name, wall_us, cpu_us)
         return result
 
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Everything that has samples, in the order in which it came."""
+        return (*self.repeats, *self.numbers)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.repeats.clear()
+        self.numbers.clear()
+        self._repeat = 0
+
     def summary(self, name: str) -> Row:
-        """Wall and CPU quantiles of one thing: medians over the repeats that have it."""
+        """Wall and CPU quantiles of one thing: medians over the repeats that have it; or the median
+        of what was counted."""
+        if name in self.numbers:
+            return {"count": statistics.median(self.numbers[name])}
         runs = [run for run in self.repeats[name] if run.wall_us]
         assert runs, name
         row: Row = {"samples": len(runs[0].wall_us), "repeats": len(runs)}
@@ -63,16 +82,33 @@ class Stopwatch:
             lists: list[Sequence[float]] = [getattr(run, f"{clock}_us") for run in runs]
             for label, share in (("p50", 0.50), ("p99", 0.99)):
                 row[f"{clock}_{label}_us"] = statistics.median(quantile(v, share) for v in lists)
+            row[f"{clock}_max_us"] = statistics.median(max(values) for values in lists)
             row[f"{clock}_min_us"] = min(min(values) for values in lists)
         return row
 
 
+class Timer:
+    """One duration at a time."""
+
+    def __init__(self) -> None:
+        self._cpu_ns = self._wall_ns = 0
+
+    def start(self) -> None:
+        """Now."""
+        self._cpu_ns, self._wall_ns = time.thread_time_ns(), time.perf_counter_ns()
+
+    def stop(self) -> tuple[float, float]:
+        """(wall, CPU of this thread) since the start, in microseconds."""
+        wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+        return (wall_ns - self._wall_ns) / NS_PER_US, (cpu_ns - self._cpu_ns) / NS_PER_US
+
+
 def timed(action: Callable[[], T]) -> tuple[T, float, float]:
     """(result, wall, CPU of this thread), in microseconds."""
-    cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
+    timer = Timer()
+    timer.start()
     result = action()
-    wall_after, cpu_after = time.perf_counter_ns(), time.thread_time_ns()
-    return result, (wall_after - wall) / NS_PER_US, (cpu_after - cpu) / NS_PER_US
+    return (result, *timer.stop())
 
 
 @contextmanager
