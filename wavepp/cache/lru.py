@@ -130,15 +130,8 @@ class EvictionOrder:
         if not self._segments:
             self._segments.append(_Segment(ids[:0], stamps[:0], 0))
             self._starts.append(int(stamps[0]))
-        for at, chosen in self._by_segment(stamps):
-            segment = self._segments[at]
-            kept = self._valid(segment)
-            merged = np.concatenate([segment.stamps[kept], stamps[chosen]])
-            order = np.argsort(merged)
-            segment.ids = np.concatenate([segment.ids[kept], ids[chosen]])[order]
-            segment.stamps = merged[order]
-            segment.live = len(order)
-            self._starts[at] = int(segment.stamps[0])
+        for at, chosen in reversed(self._by_segment(stamps)):
+            self._merge(at, ids[chosen], stamps[chosen])
         self._queued[ids] = True
 
     def listed(self) -> Int32Array:
@@ -162,6 +155,19 @@ class EvictionOrder:
         order = np.argsort(which, kind="stable")
         cuts = np.flatnonzero(np.diff(which[order])) + 1
         return [(first + int(which[chosen[0]]), chosen) for chosen in np.split(order, cuts)]
+
+    def _merge(self, at: int, ids: IndexArray, stamps: Int64Array) -> None:
+        """Puts units into a segment, and cuts it when it has become long."""
+        segment = self._segments[at]
+        kept = self._valid(segment)
+        merged = np.concatenate([segment.stamps[kept], stamps])
+        order = np.argsort(merged, kind="stable")  # two sorted runs: a merge
+        all_ids, all_stamps = np.concatenate([segment.ids[kept], ids])[order], merged[order]
+        step = len(order) if len(order) <= 2 * SEGMENT_UNITS else SEGMENT_UNITS
+        cuts = np.arange(step, len(order), step)
+        parts = list(zip(np.split(all_ids, cuts), np.split(all_stamps, cuts), strict=True))
+        self._segments[at : at + 1] = [_Segment(own, when, len(own)) for own, when in parts]
+        self._starts[at : at + 1] = [int(when[0]) for _, when in parts]
 
     def _counted(self, stamps: Int64Array) -> list[tuple[int, int]]:
         """(segment, how many of the stamps belong to it), ascending."""
