@@ -13,7 +13,7 @@ import numpy as np
 from wavepp.cache.blocks import BlockPool
 from wavepp.cache.store import _Holding
 from wavepp.cache.tree import Node
-from wavepp.cache.types import Int32Array, Materialized
+from wavepp.cache.types import Int32Array, LeaseVote, Materialized
 from wavepp.sim.check_admission import blocks_needed
 from wavepp.sim.stage import SimStage
 from wavepp.sim.violation import Violation
@@ -124,6 +124,22 @@ class EscrowIsReal(Checker):
                 raise Violation(self.name, message) from error
 
         setattr(cache, "materialize", guarded)  # noqa: B010 (an outside observer)
+
+        tap(cache, "claim", after=partial(self._claimed, stage))
+
+    def _claimed(
+        self, stage: SimStage, vote: LeaseVote, request_id: RequestId, *rest: object
+    ) -> None:
+        """A victim that could have a place on the host has one, reserved before it."""
+        cache = stage.control.cache
+        escrow = cache._holdings[request_id].escrow
+        for group, pool in enumerate(cache._parts.pools):
+            holds = escrow.holds if escrow is not None else []
+            homeless = bool((holds[group].destinations < 0).any()) if holds else False
+            self.require(
+                not homeless or not (pool.host_free or len(pool.host_order)),
+                f"stage {stage.index} {pool.spec.name}: a victim of {request_id} has no place",
+            )
 
     def held(self, stage: SimStage) -> None:
         for pool in stage.control.cache._parts.pools:

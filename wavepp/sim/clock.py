@@ -22,31 +22,35 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        self._heap: list[tuple[float, int, Action]] = []
+        self._heap: list[tuple[float, int, Action, bool]] = []
         self._serial = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def at(self, when: float, action: Action) -> None:
-        """Does `action` at a time (now, if that is later)."""
+    def at(self, when: float, action: Action, *, outside: bool = False) -> None:
+        """Does `action` at a time (now, if that is later).
+
+        Args:
+            outside: it comes from outside the pipeline, and happens whatever becomes of that.
+        """
         self._serial += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._serial, action))
+        heapq.heappush(self._heap, (max(when, self.now), self._serial, action, outside))
 
     def after(self, delay: float, action: Action) -> None:
         """Does `action` that much later."""
         self.at(self.now + delay, action)
 
-    @property
-    def next_s(self) -> float | None:
-        """When the next action is due; None: nothing is left to happen."""
-        return self._heap[0][0] if self._heap else None
+    def forget(self) -> None:
+        """Nothing that is under way inside the pipeline will arrive."""
+        self._heap = [entry for entry in self._heap if entry[3]]
+        heapq.heapify(self._heap)
 
     def step(self) -> bool:
         """Does the next action; False: there is none."""
         if not self._heap:
             return False
-        self.now, _, action = heapq.heappop(self._heap)
+        self.now, _, action, _ = heapq.heappop(self._heap)
         self.events += 1
         action()
         return True

@@ -49,6 +49,7 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
     if rng.random() < 0.06:
         stages = _shrink(rng, stages)
     jobs = draw_jobs(random.Random(f"{seed}/jobs"), block=block, pool=_smallest(stages, pool))
+    last_s = max(job.at_s for job in jobs)
     agreement: Agreement = rng.choice(("set", "stepwise"))
     options = WorldOptions(
         stages=stages,
@@ -62,10 +63,12 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
         defer_shared_prefix=rng.random() < 0.7,
         defer_max_s=rng.choice((0.001, 0.02, 0.5)),
         enable_prefix_caching=rng.random() < 0.95,
+        weak_keys=rng.random() < 0.1,
         round_delay_s=rng.choice((1e-4, 1e-3, 2e-2)),
         wave_delay_s=rng.choice((1e-5, 3e-4)),
         audit_every=rng.choice((11, 30, 80)),
-        calm_s=max(job.at_s for job in jobs) + 0.2,
+        death_s=rng.uniform(0, last_s + 0.1) if rng.random() < 0.1 else None,
+        calm_s=last_s + 0.2,
         faults=_faults(rng),
     )
     return options, jobs

@@ -63,7 +63,9 @@ class WorldOptions:
 
     Attributes:
         round_delay_s, wave_delay_s: mean time of a message of a round, of the data plane.
+        weak_keys: block keys of 8 bits: hints and deferrals are often wrong, state never.
         audit_every: lock holds between two full recounts of a stage's cache.
+        death_s: when a stage's process dies; None: never.
         calm_s: when faults end and everything left must be served.
     """
 
@@ -78,9 +80,11 @@ class WorldOptions:
     defer_shared_prefix: bool = True
     defer_max_s: float = 0.05
     enable_prefix_caching: bool = True
+    weak_keys: bool = False
     round_delay_s: float = 1e-3
     wave_delay_s: float = 3e-4
     audit_every: int = 1
+    death_s: float | None = None
     calm_s: float = 0.0
     faults: Faults = Faults()
 

@@ -114,7 +114,13 @@ class SimStage:
     """One stage of a simulated pipeline."""
 
     def __init__(
-        self, index: int, options: StageOptions, world: WorldOptions, ports: StagePorts
+        self,
+        index: int,
+        options: StageOptions,
+        world: WorldOptions,
+        ports: StagePorts,
+        *,
+        epoch: int = 1,
     ) -> None:
         self.index = index
         self.options = options
@@ -129,6 +135,7 @@ class SimStage:
                 max_snapshots_per_path=options.max_snapshots_per_path,
                 enable_prefix_caching=world.enable_prefix_caching,
             ),
+            epoch=epoch,
             tree_lock=self.lock,
         )
         self.device = Device(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+import xxhash
 
 from wavepp.control.driver import DriverControl
 from wavepp.control.facts import (
@@ -82,21 +83,48 @@ class World:
         self.names: dict[str, RequestId] = {}  # of the latest request of that name
         self.texts: dict[RequestId, Text] = {}
         self.before_round: Callable[[RoundMessage, SimStage], None] | None = None  # for tests
-        self.driver = DriverControl(self._told_facts(), self._driver_options())
         self._delays = self.rng("delays")
         self._late = self.rng("late")
         self._cancelled: set[str] = set()
+        self._progress_at = 0
+        self._checkers = tuple(checkers)
+        self._past_edges: Counter[Edge] = Counter()
+        self._start_epoch(1)
+        if options.death_s is not None:
+            self.clock.at(options.death_s, self.replace_stage, outside=True)
+
+    def _start_epoch(self, epoch: int) -> None:
+        """Everything inside the pipeline is new."""
+        options = self.options
+        self.epoch = epoch
+        self.driver = DriverControl(
+            self._told_facts(),
+            self._driver_options(),
+            hash_bytes=_weak if options.weak_keys else xxhash.xxh3_128_digest,
+        )
         self._arrived = 0
         self._replies: list[RoundReply] = []
         self._timer: float | None = None
-        self._progress_at = 0
         self.stages = [self._stage(index) for index in range(len(options.stages))]
         self._round_links = self._links(options.round_delay_s)
         self._reply_links = self._links(options.round_delay_s)
         self._schedule_links = self._links(options.wave_delay_s)
         self._parcel_links = self._links(options.wave_delay_s)
-        self._hooks = hooks_of([checker(self) for checker in checkers])
+        self._hooks = hooks_of([checker(self) for checker in self._checkers])
         tap(self.driver.log, "append", after=lambda number, decision: self._logged(decision))
+
+    def replace_stage(self) -> None:
+        """A fault: a stage's process dies. What was under way is lost, a new epoch starts with
+        empty caches, and whoever has no answer arrives again."""
+        self.count("stage death")
+        self._say("driver", "epoch", str(self.epoch + 1), "a stage died")
+        self._past_edges = self.edges
+        unfinished = [job for job in self.jobs.values() if job.name not in self.results]
+        self.jobs.clear()
+        self.clock.forget()
+        self._start_epoch(self.epoch + 1)
+        for job in unfinished:
+            self._arrive(job)
 
     def rng(self, purpose: str) -> random.Random:
         """Randomness for one purpose, so that more of one changes nothing of another."""
@@ -109,8 +137,8 @@ class World:
 
     @property
     def edges(self) -> Counter[Edge]:
-        """Moves of the lifecycle table."""
-        return self.driver.leader.books.edges
+        """Moves of the lifecycle table, of all epochs."""
+        return self._past_edges + self.driver.leader.books.edges
 
     @property
     def is_lying(self) -> bool:
@@ -151,6 +179,7 @@ class World:
             agreement=options.agreement,
             defer_shared_prefix=options.defer_shared_prefix,
             defer_max_s=options.defer_max_s,
+            epoch=self.epoch,
         )
 
     def _links(self, mean_s: float) -> list[Link]:
@@ -166,7 +195,7 @@ class World:
     def _stage(self, index: int) -> SimStage:
         ports = StagePorts(
             clock=self.clock,
-            rng=self.rng(f"stage {index}"),
+            rng=self.rng(f"stage {index}/{self.epoch}"),
             texts=self.texts,
             faults=lambda: self.faults,
             count=self.count,
@@ -176,7 +205,7 @@ class World:
             held=lambda: self._held(index),
             prepared=lambda wave: self._each("prepared", self.stages[index], wave),
         )
-        return SimStage(index, self.options.stages[index], self.options, ports)
+        return SimStage(index, self.options.stages[index], self.options, ports, epoch=self.epoch)
 
     def count(self, fault: str) -> None:
         """A fault happened."""
@@ -186,11 +215,11 @@ class World:
 
     def submit(self, job: Job) -> None:
         """A request arrives at its time."""
-        self.clock.at(job.at_s, lambda: self._arrive(job))
+        self.clock.at(job.at_s, lambda: self._arrive(job), outside=True)
 
     def abort(self, name: str, *, at_s: float = 0.0) -> None:
         """Somebody gives up, in whatever state the request is."""
-        self.clock.at(at_s, lambda: self._abort(name))
+        self.clock.at(at_s, lambda: self._abort(name), outside=True)
 
     def run(self) -> None:
         """Until nothing is left to happen.
@@ -366,7 +395,7 @@ class World:
         for record in list(self.driver.leader.books.records.values()):
             job = self.jobs[record.request_id]
             if job.cancel_in is record.phase and record.phase not in ENDED:
-                self.clock.after(0.0, partial(self._abort, job.name))
+                self.abort(job.name)
 
     # -- observers -------------------------------------------------------------------------------
 
@@ -383,3 +412,8 @@ class World:
     def _each(self, hook: str, *what: object) -> None:
         for look in self._hooks.get(hook, ()):
             look(*what)
+
+
+def _weak(data: bytes) -> bytes:
+    """A hash of 8 bits: many prefixes have the same key."""
+    return xxhash.xxh3_64_digest(data)[:1]
