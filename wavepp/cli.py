@@ -243,6 +243,23 @@ def check_model(
     run_check_model(build_config({k: v for k, v in options.items() if v is not None}))
 
 
+@app.command("trace")
+def trace(
+    file: Annotated[Path, typer.Argument(help="what an engine wrote with --trace")],
+    request: Annotated[
+        str | None, typer.Option(metavar="ID", help="tell the story of this request")
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT", help="write waves, rounds and leases for ui.perfetto.dev"),
+    ] = None,
+) -> None:
+    """Read a trace: a summary, the story of one request, or a file for Perfetto."""
+    from wavepp.commands.trace import run
+
+    run(file, request=request, perfetto=perfetto)
+
+
 def main() -> NoReturn:
     """The console command. Turns errors into one line and an exit status."""
     sys.exit(_status())

@@ -43,6 +43,7 @@ from wavepp.control.work import Sampling
 from wavepp.errors import EngineDeadError, ProtocolError, RequestError
 from wavepp.protocol.messages import RoundMessage, WaveSchedule
 from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+from wavepp.units import RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class DriverCore:
         self._data = data
         self._watchdog_s = watchdog_s
         self._trace = trace
+        self._waits: dict[RequestId, tuple[RequestId, int]] = {}  # as the trace was told last
         self._clock: Callable[[], float] = time.monotonic
         self._started_s = self._clock()
         self._futures: dict[str, asyncio.Future[PrefillResult]] = {}
@@ -271,9 +273,18 @@ class DriverCore:
         if self._trace is not None:
             self._trace.write("fact", now, fact)
             self._trace.write("effects", now, effects)
+            self._trace_waits(self._trace, now)
         for effect in effects:
             self._perform(effect)
         self._set_timer(now)
+
+    def _trace_waits(self, trace: TraceWriter, now: float) -> None:
+        """Who waits for a prefix that another computes, when that changed: no message says so."""
+        near = self.control.leader.books.near()
+        waits = {r.request_id: (r.wait.donor, r.wait.target) for r in near if r.wait.donor}
+        if waits != self._waits:
+            self._waits = waits
+            trace.write("waits", now, waits)
 
     def _set_timer(self, now: float) -> None:
         """Wakes the control when something may be due though nothing has come."""
