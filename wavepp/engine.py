@@ -200,6 +200,16 @@ class Engine:
         assert self._backend is not None
         return await self._backend.stats()
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes that no request uses, on every stage.
+
+        Returns:
+            False when some are in use by running requests; those stay.
+        """
+        self._running_facts()
+        assert self._backend is not None
+        return await self._backend.reset_prefix_cache()
+
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.
 

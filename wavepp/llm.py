@@ -118,6 +118,10 @@ class LLM:
         """One snapshot of queue, ring and stages."""
         return self._run(self._engine.stats())
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False when running requests still use some of them."""
+        return self._run(self._engine.reset_prefix_cache())
+
     def close(self) -> None:
         """Aborts what is left and gives back every resource. Safe to call twice."""
         loop, self._loop = self._loop, None

@@ -233,7 +233,7 @@ async def test_stage_holds_its_lock_for_microseconds() -> None:
         prompts = random_prompts(3, 40)
         await asyncio.gather(*(pipeline.submit(request(p)) for p in prompts))
         await assert_nothing_left(pipeline)
-        holds = [stage.core.lock_hold_max_s for stage in pipeline._stages if stage.core]
+        holds = [stage.core.tree_lock.hold_max_s for stage in pipeline._stages if stage.core]
         assert all(0 < hold < 0.05 for hold in holds)  # no wave and no round waits inside it
     finally:
         await pipeline.close()

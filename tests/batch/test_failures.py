@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from wavepp.actors.executors import torch_executor
 from wavepp.actors.local import LocalPipeline
 from wavepp.actors.ports import Carry, StageExecutor, StageOutput
 from wavepp.batch.runner import BatchRun, Tally
+from wavepp.cache.types import Effect
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts, StageWork
 from wavepp.engine import Engine
@@ -39,6 +41,9 @@ class FragileExecutor:
     @property
     def facts(self) -> StageFacts:
         return self._inner.facts
+
+    def materialize(self, effects: Sequence[Effect]) -> None:
+        self._inner.materialize(effects)
 
     def forward(self, work: StageWork, carry: Carry | None) -> StageOutput:
         tokens = [token for span in work.spans for token in span.token_ids]

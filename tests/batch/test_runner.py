@@ -127,7 +127,12 @@ async def test_every_bad_line_is_answered_and_hurts_no_other(batch: Batch) -> No
     assert all(answer["error"] is None for answer in answers[1::2])
 
 
-async def test_output_cut_at_any_place_is_taken_up_to_the_same_file(batch: Batch) -> None:
+async def test_output_cut_at_any_place_is_taken_up_to_the_same_file(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    """Without reuse, for usage says how much of a prompt was found in the cache."""
+    options = {"pipeline_parallel_size": 2, "max_num_batched_tokens": 64}
+    batch = Batch(tmp_path, tiny_llama, **options, enable_prefix_caching=False)
     batch.ask(MIXED)
     async with Engine(batch.config) as engine:
         await batch.run(engine)
@@ -146,6 +151,24 @@ async def test_output_cut_at_any_place_is_taken_up_to_the_same_file(batch: Batch
             else:
                 await plan.run(engine, Silence())
             assert batch.output.read_bytes() == whole, place
+
+
+async def test_batch_taken_up_with_reuse_gives_the_same_answers(batch: Batch) -> None:
+    """A warm cache changes the cached tokens in usage, and no answer."""
+    batch.ask([{"prompt": f"{'the same long start ' * 20}{end}"} for end in range(8)])
+    async with Engine(batch.config) as engine:
+        await batch.run(engine)
+        whole = batch.output.read_bytes()
+        expected = batch.answers()
+        kept = whole[: whole.index(b"\n", len(whole) // 2) + 1]
+        batch.output.write_bytes(kept + b'{"id": "torn')
+        report = await batch.run(engine, resume=True)
+    assert batch.output.read_bytes().startswith(kept)
+    assert 0 < report.tally.cached_tokens < report.tally.input_tokens
+    for answer, other in zip(batch.answers(), expected, strict=True):
+        bodies = (answer["response"]["body"], other["response"]["body"])
+        assert bodies[0]["choices"] == bodies[1]["choices"]
+        assert answer["custom_id"] == other["custom_id"]
 
 
 async def test_torn_line_after_the_last_answer_is_dropped_without_an_engine(batch: Batch) -> None:

@@ -19,12 +19,13 @@ import xxhash
 from torch import Tensor
 
 from wavepp.actors.ports import Carry, StageExecutor, StageOutput
+from wavepp.cache.types import BringBack, Effect, Offload
 from wavepp.config import EngineConfig
 from wavepp.control.work import GroupFacts, SpanOutput, SpanWork, StageFacts, StageWork
 from wavepp.errors import ConfigError
 from wavepp.kernels.select import compute_dtype, select_ops
 from wavepp.kernels.wave import GroupWindow, Span, build_wave
-from wavepp.models.cache_pools import CachePools, pool_units
+from wavepp.models.cache_pools import CachePools, host_pool_units, pool_units
 from wavepp.models.config import read_model_spec
 from wavepp.models.loader import CheckpointReader, DummyWeights
 from wavepp.models.partition import stage_layers
@@ -60,8 +61,14 @@ class TorchExecutor:
         self._model = _load(config, spec, (lo, hi), self._device)
         self._groups = [GroupWindow(name=g.name, window=g.window) for g in spec.groups_in(lo, hi)]
         groups = _group_facts(config, spec, (lo, hi), max_model_len)
-        units = {group.name: group.units for group in groups}
-        self._pools = CachePools(spec, (lo, hi), units, config.block_size, self._device)
+        self._pools = CachePools(
+            spec,
+            (lo, hi),
+            units={group.name: group.units for group in groups},
+            host_units={group.name: group.host_units for group in groups},
+            block_size=config.block_size,
+            device=self._device,
+        )
         self._outputs = _OutputMaker(self._model, config.seed) if self._model.is_last else None
         self._facts = StageFacts(
             stage=StageIndex(stage),
@@ -78,6 +85,19 @@ class TorchExecutor:
     def facts(self) -> StageFacts:
         """Topology and capacity of this stage; constant."""
         return self._facts
+
+    @torch.inference_mode()
+    def materialize(self, effects: Sequence[Effect]) -> None:
+        """Moves blocks between device and host, in this order."""
+        self._set_threads()
+        for effect in effects:
+            match effect:
+                case Offload(group=group, device=device, host=host):
+                    self._pools.offload(group, device, host)
+                case BringBack(group=group, host=host, device=device):
+                    self._pools.bring_back(group, host, device)
+                case _:  # the families here have no recurrent layers, so no working slots
+                    raise TypeError(effect)
 
     @torch.inference_mode()
     def forward(self, work: StageWork, carry: Carry | None) -> StageOutput:
@@ -143,9 +163,15 @@ def _group_facts(
     groups = spec.groups_in(lo, hi)
     sizes = {g.name: spec.cache_bytes(g.name, lo, hi) * config.block_size for g in groups}
     units = pool_units(config, sum(sizes.values()), max_model_len)
+    host_units = host_pool_units(config, sum(sizes.values()))
     return tuple(
         GroupFacts(
-            name=g.name, kind=g.kind, units=units, bytes_per_unit=sizes[g.name], window=g.window
+            name=g.name,
+            kind=g.kind,
+            units=units,
+            bytes_per_unit=sizes[g.name],
+            window=g.window,
+            host_units=host_units,
         )
         for g in groups
     )

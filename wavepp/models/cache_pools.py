@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 from torch import Tensor
 
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
-from wavepp.models.spec import ModelSpec
+from wavepp.models.spec import LayerSpec, ModelSpec
 from wavepp.models.stage import TORCH_DTYPES
 from wavepp.units import ceil_div
 
+Int32Array = npt.NDArray[np.int32]
+LayerPools = tuple[Tensor, Tensor]  # keys, values
+
+GIB = 1 << 30
 DEFAULT_POOL_BYTES = 1 << 30  # per stage, when nothing is said and one request fits in it
 FREE_MEMORY_SHARE = 0.4  # of free memory that the pools of all stages may take by default
 
@@ -58,28 +64,77 @@ def _free_bytes(config: EngineConfig) -> int:
     return int(psutil.virtual_memory().available)
 
 
-class CachePools:
-    """The tensors of a stage's cache: for each layer its pools, [units, B, *shape of a token].
+def host_pool_units(config: EngineConfig, bytes_per_block: int) -> int:
+    """Blocks of every cache group of a stage on the host: its equal share of kv_offloading_size.
 
-    `units` has the blocks of every cache group.
+    Raises:
+        ConfigError: the share is not 0 and less than one block.
+    """
+    if not config.kv_offloading_size:
+        return 0
+    share = int(config.kv_offloading_size * GIB) // config.pipeline_parallel_size
+    units = share // bytes_per_block
+    if units < 1:
+        raise ConfigError(
+            f"kv_offloading_size {config.kv_offloading_size}: a stage gets {share} bytes, "
+            f"one block of {config.block_size} tokens needs {bytes_per_block}"
+        )
+    return units
+
+
+class CachePools:
+    """The tensors of a stage's cache: for each layer its pools, [units, B, *shape of a token], and
+    the same on the host where groups have a tier there.
+
+    Args:
+        units, host_units: blocks of every cache group, by name.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         layers: tuple[int, int],
+        *,
         units: Mapping[str, int],
+        host_units: Mapping[str, int],
         block_size: int,
         device: torch.device,
     ) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        host = torch.device("cpu")
+        self._groups = [layer.group for layer in spec.layers[layers[0] : layers[1]]]
+        self.layers: list[LayerPools] = []
+        self._host: list[LayerPools] = []
         for layer in spec.layers[layers[0] : layers[1]]:
-            key, value = (
-                torch.empty(
-                    (units[layer.group], block_size, *tensor.shape),
-                    dtype=TORCH_DTYPES[tensor.dtype],
-                    device=device,
-                )
-                for tensor in layer.cache
-            )
-            self.layers.append((key, value))
+            name = layer.group
+            self.layers.append(_layer_pools(layer, units[name], block_size, device))
+            self._host.append(_layer_pools(layer, host_units[name], block_size, host))
+
+    def offload(self, group: str, device: Int32Array, host: Int32Array) -> None:
+        """Copies blocks from the device to the host: ids [k] of each."""
+        for name, ours, theirs in zip(self._groups, self.layers, self._host, strict=True):
+            if name == group:
+                _copy(ours, device, theirs, host)
+
+    def bring_back(self, group: str, host: Int32Array, device: Int32Array) -> None:
+        """Copies blocks from the host to the device: ids [k] of each."""
+        for name, ours, theirs in zip(self._groups, self.layers, self._host, strict=True):
+            if name == group:
+                _copy(theirs, host, ours, device)
+
+
+def _layer_pools(layer: LayerSpec, units: int, block_size: int, device: torch.device) -> LayerPools:
+    key, value = (
+        torch.empty(
+            (units, block_size, *tensor.shape), dtype=TORCH_DTYPES[tensor.dtype], device=device
+        )
+        for tensor in layer.cache
+    )
+    return key, value
+
+
+def _copy(source: LayerPools, taken: Int32Array, target: LayerPools, put: Int32Array) -> None:
+    """Blocks `taken` of the source become blocks `put` of the target."""
+    for here, there in zip(source, target, strict=True):
+        rows = here.index_select(0, torch.from_numpy(taken).to(here.device))
+        index = torch.from_numpy(put).to(there.device, torch.int64)
+        there.index_copy_(0, index, rows.to(there.device))

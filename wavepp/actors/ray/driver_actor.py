@@ -104,6 +104,13 @@ class DriverActor:
         except WavePPError as error:
             return error
 
+    async def reset_prefix_cache(self, stage: int | None) -> bool | WavePPError:
+        """As EngineBackend.reset_prefix_cache."""
+        try:
+            return await self._running().reset_prefix_cache(stage)
+        except WavePPError as error:
+            return error
+
     async def check_health(self) -> WavePPError | None:
         """As EngineBackend.check_health."""
         try:
