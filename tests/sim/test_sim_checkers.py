@@ -67,9 +67,27 @@ def widen_the_waves(scenario: Scenario) -> None:
     scenario.world.driver.planner.wave_tokens_max = 16
 
 
+def stall_the_planner(scenario: Scenario) -> None:
+    setattr(scenario.world.driver.planner, "plan", lambda *args, **options: ())  # noqa: B010
+
+
+def forget_fences(scenario: Scenario) -> None:
+    """Endings name no wave."""
+    leader = scenario.world.driver.leader
+    end = leader._end
+
+    def early(record: Any, *rest: Any) -> Any:
+        record.run.last_wave = 0
+        return end(record, *rest)
+
+    setattr(leader, "_end", early)  # noqa: B010
+
+
 @pytest.mark.parametrize(
     ("harm", "checker"),
     [
+        (stall_the_planner, "10 budget"),
+        (forget_fences, "7 spans"),
         (skip_a_pin, "3 no gap"),
         (swap_slots, "4 conservation"),
         (lose_a_unit, "4 conservation"),

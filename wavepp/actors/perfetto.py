@@ -78,12 +78,14 @@ def _request(trace: Trace, request: Request) -> Iterator[Event]:
         "finish_reason": request.finish_reason,
         "story": [moment.text for moment in request.moments],
     }
-    yield from _async(trace, REQUESTS, request, (request.arrived_s, done_s), told)
-    for name, start_s, end_s in phases:
-        yield from _async(trace, REQUESTS, request, (start_s, end_s), {}, name)
+    name = request.request_id
+    whole: Event = {"cat": "request", "pid": REQUESTS, "id": name, "name": name, "args": told}
+    yield from _async(trace, whole, request.arrived_s, done_s)
+    for phase, start_s, end_s in phases:
+        yield from _async(trace, {**whole, "name": phase, "args": {}}, start_s, end_s)
     for start_s, end in request.leases:
-        end_s = trace.last_s if end is None else end
-        yield from _async(trace, LEASES, request, (start_s, end_s), {})
+        lease: Event = {"cat": "lease", "pid": LEASES, "id": name, "name": name}
+        yield from _async(trace, lease, start_s, trace.last_s if end is None else end)
 
 
 def _slice(trace: Trace, track: tuple[int, int], start_s: float, end_s: float) -> Event:
@@ -92,23 +94,10 @@ def _slice(trace: Trace, track: tuple[int, int], start_s: float, end_s: float) -
     return {"ph": "X", "pid": pid, "tid": tid, "ts": ts, "dur": max(_ts(trace, end_s) - ts, 0.0)}
 
 
-def _async(
-    trace: Trace,
-    pid: int,
-    request: Request,
-    times_s: tuple[float, float],
-    told: dict[str, Any],
-    name: str | None = None,
-) -> Iterator[Event]:
+def _async(trace: Trace, event: Event, start_s: float, end_s: float) -> Iterator[Event]:
     """Begin and end of something that overlaps others of its process."""
-    event: Event = {
-        "cat": "lease" if pid == LEASES else "request",
-        "id": request.request_id,
-        "pid": pid,
-        "name": request.request_id if name is None else name,
-    }
-    yield {**event, "ph": "b", "ts": _ts(trace, times_s[0]), "args": told}
-    yield {**event, "ph": "e", "ts": _ts(trace, times_s[1])}
+    yield {**event, "ph": "b", "ts": _ts(trace, start_s)}
+    yield {**event, "ph": "e", "ts": _ts(trace, end_s), "args": {}}
 
 
 def _ts(trace: Trace, at_s: float) -> float:

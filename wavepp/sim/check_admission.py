@@ -175,7 +175,8 @@ class Monotone(Checker):
 
 class Order(Checker):
     """9: first come, first served among the ready; nobody passes a head that waits for capacity;
-    lanes, headroom and the one oversized exception as the limits say."""
+    lanes, headroom and the one oversized exception as the limits say; nobody is deferred past his
+    time."""
 
     name = "9 admission"
 
@@ -235,6 +236,18 @@ class Order(Checker):
                     all(other.run.materialized for other in others),
                     f"{record.request_id} ignores the headroom while another holds a lease",
                 )
+
+    def turned(self) -> None:
+        driver = self.world.driver
+        if driver.rounds.is_out:
+            return
+        for record in driver.leader.books.near():
+            until = record.wait.until
+            self.require(
+                record.phase is not Phase.DEFERRED or until is None or self.world.clock.now < until,
+                f"{record.request_id} is deferred past",
+                until,
+            )
 
     def replied(self, reply: RoundReply) -> None:
         refused: tuple[RequestId, Refusal] | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from wavepp.control.facts import Finish, WaveCompleted
 from wavepp.control.stage import PreparedWave
-from wavepp.protocol.messages import Admit, Decision, WaveSchedule
+from wavepp.protocol.messages import Abort, Admit, Decision, Free, Undo, WaveSchedule
 from wavepp.sim.options import Job
 from wavepp.sim.stage import SimStage
 from wavepp.sim.watch import Checker
@@ -17,7 +17,8 @@ from wavepp.units import RequestId
 
 class Spans(Checker):
     """7: the spans of an attempt tile [endpoint, end) in order, alike on every stage; an answer
-    comes after the last of them, and is the one that the prompt leads to."""
+    comes after the last of them, is the one that the prompt leads to, and no span comes after it;
+    an ending's fence is the attempt's last wave."""
 
     name = "7 spans"
 
@@ -25,16 +26,23 @@ class Spans(Checker):
         super().__init__(world)
         self._planned: dict[tuple[RequestId, int], int] = {}
         self._ends: dict[RequestId, int] = {}
+        self._last: dict[tuple[RequestId, int], int] = {}
+        self._over: set[RequestId] = set()
         self._waves: list[dict[int, WaveSchedule]] = [{} for _ in world.stages]
 
     def logged(self, decision: Decision) -> None:
         if isinstance(decision, Admit):
             self._planned[decision.request_id, decision.attempt] = decision.endpoint
+        elif isinstance(decision, Undo | Abort | Free):
+            last = self._last.get((decision.request_id, decision.attempt), 0)
+            self.require(decision.fence_wave == last, f"the last wave was {last}", decision)
 
     def launched(self, schedule: WaveSchedule) -> None:
         for span in schedule.spans:
             key = (span.request_id, span.attempt)
             self.require(key in self._planned, "a span of what is not admitted", span)
+            self.require(span.request_id not in self._over, "a span after the answer", span)
+            self._last[key] = schedule.wave
             self.require(self._planned[key] == span.start, f"expected {self._planned[key]}", span)
             self._planned[key] = self._ends[span.request_id] = span.start + span.length
         for waves in self._waves:
@@ -49,6 +57,7 @@ class Spans(Checker):
 
     def finished(self, job: Job, finish: Finish) -> None:
         result = finish.result
+        self._over.add(self.world.names[job.name])
         if result.finish_reason not in ("stop", "length"):
             self.require(result.token_ids == (), "an answer without success", result)
             return
@@ -114,7 +123,8 @@ class RingAndLanes(Checker):
 
 class Budget(Checker):
     """10: a wave holds at most M tokens, something always, and a span that is not its request's end
-    stops at a block's end unless the whole budget holds none."""
+    stops at a block's end unless the whole budget holds none; no admitted work waits while the ring
+    has room."""
 
     name = "10 budget"
 
@@ -128,3 +138,11 @@ class Budget(Checker):
             aligned = (span.start + span.length) % options.block_size == 0
             unavoidable = span.length == options.wave_tokens_max < options.block_size
             self.require(span.final or aligned or unavoidable, "cut inside a block:", span)
+
+    def turned(self) -> None:
+        driver = self.world.driver
+        if not driver.ring.has_room:
+            return
+        for record in driver.leader.admitted:
+            known = driver._by_id[record.request_id].known
+            self.require(record.run.planned == known, "work waits, the ring has room:", record.run)

@@ -63,7 +63,7 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
         defer_shared_prefix=rng.random() < 0.7,
         defer_max_s=rng.choice((0.001, 0.02, 0.5)),
         enable_prefix_caching=rng.random() < 0.95,
-        weak_keys=rng.random() < 0.1,
+        weak_keys=rng.random() < 0.2,
         round_delay_s=rng.choice((1e-4, 1e-3, 2e-2)),
         wave_delay_s=rng.choice((1e-5, 3e-4)),
         audit_every=rng.choice((11, 30, 80)),
@@ -182,7 +182,8 @@ def draw_jobs(rng: random.Random, *, block: int, pool: int) -> list[Job]:
     gap_s = rng.choice((1e-3, 1e-2, 0.1))
     jobs: list[Job] = []
     now = 0.0
-    for index in range(rng.randint(6, 32)):
+    count = rng.randint(6, 32) if rng.random() < 0.95 else rng.randint(60, 120)
+    for index in range(count):
         if rng.random() < 0.5:
             now += rng.expovariate(1.0) * gap_s * rng.choice((1, 1, 10))
         max_tokens = rng.choice((0, 1, 1, 1, 1, 3, block + 2))

@@ -173,9 +173,9 @@ class SimStage:
     def storm(self) -> None:
         """Others had blocks of this stage for a moment: the least recently used content is gone.
 
-        Not between prepare and compute of a wave, whose copies must come first.
+        Not while LOOP prepares a wave: its copies come first.
         """
-        if self._prepared is not None:
+        if self._loop_runs:
             return
         self.ports.count("storm")
         parts = self.control.cache._parts
@@ -226,6 +226,7 @@ class SimStage:
     def _prepare(self, schedule: WaveSchedule) -> None:
         self._loop_runs = True
         self._prepared = self.control.prepare(schedule)
+        self.device.perform(self._prepared.work.effects)
         self._loop_runs = False
         self.ports.prepared(self._prepared)
 
@@ -253,7 +254,6 @@ class SimStage:
         failures = _merge(before.errors, prepared.errors)
         failures = _merge(failures, self._break(prepared, failures))
         failed = {record.request_id for record in failures}
-        self.device.perform(prepared.work.effects)
         outputs = []
         for work in prepared.work.spans:
             if work.request_id not in failed:

@@ -60,6 +60,9 @@ class Checker:
     def finished(self, job: Job, finish: Finish) -> None:
         """A caller got an answer."""
 
+    def turned(self) -> None:
+        """The driver took a fact, and what it ordered is under way."""
+
     def ended(self) -> None:
         """Nothing is left to happen."""
 
@@ -73,6 +76,7 @@ HOOKS = (
     "held",
     "completed",
     "finished",
+    "turned",
     "ended",
 )
 

@@ -288,6 +288,7 @@ class World:
 
     def _tell(self, fact: Fact) -> None:
         self._perform(self.driver.handle(fact, now=self.clock.now))
+        self._each("turned")
         self._set_timer()
         self._cancel_in_phase()
 
