@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
-from wavepp.models.spec import ModelSpec
+from wavepp.models.spec import DtypeName, ModelSpec
 from wavepp.models.stage import TORCH_DTYPES
 from wavepp.units import ceil_div
 
@@ -72,14 +72,24 @@ class CachePools:
         block_size: int,
         device: torch.device,
     ) -> None:
+        """
+        Raises:
+            ConfigError: there is no memory for so much.
+        """
         self.layers: list[tuple[Tensor, Tensor]] = []
         for layer in spec.layers[layers[0] : layers[1]]:
             key, value = (
-                torch.empty(
-                    (units[layer.group], block_size, *tensor.shape),
-                    dtype=TORCH_DTYPES[tensor.dtype],
-                    device=device,
-                )
+                _empty((units[layer.group], block_size, *tensor.shape), tensor.dtype, device)
                 for tensor in layer.cache
             )
             self.layers.append((key, value))
+
+
+def _empty(shape: tuple[int, ...], dtype: DtypeName, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+    except (RuntimeError, TypeError):  # too much memory, or more elements than can be counted
+        raise ConfigError(
+            f"no memory for {shape[0]} cache blocks of {shape[1]} tokens: lower block_size, "
+            "num_gpu_blocks_override or kv_cache_memory_bytes"
+        ) from None
