@@ -70,7 +70,14 @@ class DriverActor:
             self._stages, ring_depth=config.ring_waves, device=config.device
         )
         planes = RayPlanes(self._stages, self._graph)
-        self._core = DriverCore(control, planes, planes, watchdog_s=config.watchdog_s, trace=trace)
+        self._core = DriverCore(
+            control,
+            planes,
+            planes,
+            watchdog_s=config.watchdog_s,
+            lease_alarm_s=config.lease_alarm_s,
+            trace=trace,
+        )
         return tuple(facts)
 
     async def submit(self, request: PrefillRequest) -> PrefillResult | WavePPError:
