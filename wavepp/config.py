@@ -146,6 +146,12 @@ class EngineConfig(BaseModel):
         "ring lacks work",
     )
 
+    lease_alarm_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="log a warning when an admitted prefix waits longer than this to be used",
+    )
+
     # Limits and failure
     max_num_queued_reqs: int | None = Field(
         default=None, ge=1, description="refuse more waiting requests than this"

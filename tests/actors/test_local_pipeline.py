@@ -206,6 +206,22 @@ async def test_watchdog_ends_a_pipeline_without_progress(
         await pipeline.close()
 
 
+async def test_lease_that_grows_old_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    StuckExecutor.release.clear()
+    options = {**STANDARD, "max_num_batched_tokens": 4}
+    async with running("local", StuckExecutor, lease_alarm_s=0.1, **options) as pipeline:
+        tasks = [asyncio.create_task(pipeline.submit(request([5 + i] * 9))) for i in range(3)]
+        try:
+            await asyncio.sleep(1.0)
+            stats = await pipeline.stats()
+        finally:
+            StuckExecutor.release.set()
+        await asyncio.gather(*tasks)
+    assert stats.leases == 3
+    assert stats.lease_age_s_max > 0.1
+    assert caplog.text.count("leases are older than lease_alarm_s 0.1") in (1, 2)
+
+
 async def test_watchdog_leaves_slow_and_idle_pipelines_alone() -> None:
     async with running("local", checksum_20ms, watchdog_s=0.15, **STANDARD) as pipeline:
         assert_served(await pipeline.submit(request([5] * 150)), [5] * 150, 4)

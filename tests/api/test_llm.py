@@ -57,6 +57,14 @@ def test_chat_lays_messages_out_by_the_template(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": 3}])
 
 
+def test_cache_can_be_reset(llm: LLM) -> None:
+    prompt = [9, *range(100, 250)]
+    hits = [llm.prefill(prompt)[0].num_cached_tokens for _ in range(2)]
+    assert llm.reset_prefix_cache() is True
+    hits.append(llm.prefill(prompt)[0].num_cached_tokens)
+    assert hits == [0, 128, 0]
+
+
 def test_decode_gives_text_back(llm: LLM) -> None:
     ids = llm.prefill("The quick brown fox", prompt_logprobs=0)[0].prompt_logprobs
     assert ids is not None

@@ -63,12 +63,15 @@ class DriverCore:
         data: DataPlane,
         *,
         watchdog_s: float,
+        lease_alarm_s: float = 300.0,
         trace: TraceWriter | None = None,
     ) -> None:
         self.control = control
         self._stages = stages
         self._data = data
         self._watchdog_s = watchdog_s
+        self._lease_alarm_s = lease_alarm_s
+        self._alarmed_s = 0.0  # when the latest lease was asked for that an alarm was about
         self._trace = trace
         self._waits: dict[RequestId, tuple[RequestId, int]] = {}  # as the trace was told last
         self._clock: Callable[[], float] = time.monotonic
@@ -228,7 +231,8 @@ class DriverCore:
     async def _watch(self) -> NoReturn:
         """Ends the pipeline when something is out and nothing has come back for `watchdog_s`."""
         while True:
-            await asyncio.sleep(min(self._watchdog_s / 4, WATCH_S_MAX))
+            await asyncio.sleep(min(self._watchdog_s / 4, self._lease_alarm_s / 4, WATCH_S_MAX))
+            self._look_for_old_leases()
             silent_s = self._clock() - self.control.progress_s
             if self.control.is_busy and silent_s > self._watchdog_s:
                 logger.error("no progress for %.1f s; stacks:\n%s", silent_s, await self._dump())
@@ -238,6 +242,20 @@ class DriverCore:
                     f"waves {waves} in the ring, round {self.control.rounds.number} "
                     f"{'out' if self.control.rounds.is_out else 'answered'}"
                 )
+
+    def _look_for_old_leases(self) -> None:
+        """Leases have no expiry by time; one that is held long is told, once."""
+        now = self._clock()
+        asked_s = [s for s in self.control.lease_times() if s > self._alarmed_s]
+        old_s = [s for s in asked_s if now - s > self._lease_alarm_s]
+        if old_s:
+            self._alarmed_s = max(old_s)
+            logger.warning(
+                "%d leases are older than lease_alarm_s %g; the oldest: %.1f s",
+                len(old_s),
+                self._lease_alarm_s,
+                now - min(old_s),
+            )
 
     async def _dump(self) -> str:
         try:

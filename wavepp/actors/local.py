@@ -158,7 +158,12 @@ class LocalPipeline:
             planes = LocalPlanes(self._stages)
             control = DriverControl(facts, driver_options(self._config))
             self._driver = DriverCore(
-                control, planes, planes, watchdog_s=self._config.watchdog_s, trace=trace
+                control,
+                planes,
+                planes,
+                watchdog_s=self._config.watchdog_s,
+                lease_alarm_s=self._config.lease_alarm_s,
+                trace=trace,
             )
         except BaseException:
             await self.close()
