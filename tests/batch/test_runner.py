@@ -179,7 +179,7 @@ async def test_batch_taken_up_with_reuse_gives_the_same_answers(batch: Batch) ->
         whole = batch.output.read_bytes()
         expected = batch.answers()
         kept = whole[: whole.index(b"\n", len(whole) // 2) + 1]
-        batch.output.write_bytes(kept + b'{"id": "torn')
+        batch.output.write_bytes(whole[: len(kept) + 100])
         report = await batch.run(engine, resume=True)
     assert batch.output.read_bytes().startswith(kept)
     assert 0 < report.tally.cached_tokens < report.tally.input_tokens
