@@ -20,6 +20,7 @@ from wavepp.units import align_down
 from wavepp.validation import first_problem, nearest
 
 Device = Literal["cpu", "cuda"]
+THREADS_MAX = 1024  # some way above, torch's thread pool falls over with no error to catch
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -67,7 +68,10 @@ class EngineConfig(BaseModel):
         default="ray", description="local: all stages in this process"
     )
     threads_per_stage: int | None = Field(
-        default=None, ge=1, description="CPU threads; default: cores / P, at least 1"
+        default=None,
+        ge=1,
+        le=THREADS_MAX,
+        description="CPU threads; default: cores / P, at least 1",
     )
     num_cpus_per_stage: float | None = Field(
         default=None,

@@ -25,6 +25,7 @@ from wavepp.requests import (
     make_request,
 )
 from wavepp.tokenizer import Tokenizer, load_tokenizer
+from wavepp.validation import shown
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -69,6 +70,11 @@ class Engine:
     ) -> None:
         if config is not None and options:
             raise ConfigError(f"give a config or keyword arguments, not both: {sorted(options)}")
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config: expected an EngineConfig, a folder is named by model=... "
+                f"(got {shown(config)})"
+            )
         self.config = config if config is not None else EngineConfig(**options)
         self._given_backend = backend
         self._backend: EngineBackend | None = None

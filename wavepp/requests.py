@@ -207,7 +207,7 @@ class EngineStats:
 def make_request(**fields: Any) -> PrefillRequest:
     """A request whose fields are right in themselves.
 
-    `prompt_token_ids` may be any sequence of ints, or an array with `tolist()`.
+    `prompt_token_ids` may be any sequence of ints (numpy's too), or an array with `tolist()`.
 
     Raises:
         RequestError: an empty prompt, an unknown field (the nearest known one is named), a value of
@@ -217,7 +217,7 @@ def make_request(**fields: Any) -> PrefillRequest:
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
     if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
-        tokens = tuple(tokens)
+        tokens = tuple(t.item() if getattr(t, "shape", None) == () else t for t in tokens)
     try:
         request = PrefillRequest(**{**fields, "prompt_token_ids": tokens})
     except ValidationError as error:

@@ -236,3 +236,9 @@ def test_engine_takes_a_config_or_its_fields() -> None:
     with pytest.raises(ConfigError, match="did you mean 'seed'"):
         Engine(model="m", sed=1)
     assert Engine(model="m", seed=3).config.seed == 3
+
+
+@pytest.mark.parametrize("config", ["folder", Path("folder"), {"model": "folder"}])
+def test_engine_wants_a_config(config: Any) -> None:
+    with pytest.raises(ConfigError, match="expected an EngineConfig"):
+        Engine(config)

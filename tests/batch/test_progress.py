@@ -44,7 +44,7 @@ TALLY = Tally(total=10, kept=2, answered=3, errors=1, input_tokens=2000, cached_
 
 def test_description_has_speed_hits_ring_and_errors() -> None:
     words = describe(TALLY, stats(wall_s=1.0, occupancy=3), 2.0)
-    assert words == "1,000 tok/s · hit rate 25% · ring 3/4 · 1 errors"
+    assert words == "1,000 tok/s · hit rate 25% · ring 3/4 · 1 error"
     assert describe(Tally(), stats(wall_s=0.0), 0.0) == "0 tok/s · hit rate 0% · ring 0/4"
 
 

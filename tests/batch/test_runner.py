@@ -304,3 +304,19 @@ def test_seen_ids_tell_the_second_from_the_first() -> None:
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("way", ["{name}", "../{folder}/{name}", "link"])
+@pytest.mark.parametrize(("file", "name"), [("input", "in.jsonl"), ("output", "out.jsonl")])
+def test_trace_overwrites_no_file_of_the_batch(
+    tmp_path: Path, tiny_llama: Path, file: str, name: str, way: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    trace = tmp_path / way.format(name=name, folder=tmp_path.name)
+    batch = Batch(tmp_path, tiny_llama, trace=trace)
+    batch.ask([{"prompt": "a"}])
+    before = batch.input.read_bytes()
+    with pytest.raises(ConfigError, match=f"trace .*: is the {file} file"):
+        batch.plan()
+    assert batch.input.read_bytes() == before
+    assert not batch.output.exists()

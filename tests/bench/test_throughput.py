@@ -36,6 +36,7 @@ ROW_FIELDS = {
     "waves",
     "rounds",
     "admission_ms_p50",
+    "foreign_cores",
 }
 
 

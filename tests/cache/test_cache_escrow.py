@@ -399,3 +399,21 @@ def test_a_committed_escrow_is_met_though_all_its_victims_are_hit(world) -> None
     assert stage.hint(tokens(0, 17)) == 16
     stage.finish("r")
     stage.cache.undo(RequestId("hit"))
+
+
+def test_a_refused_move_lets_go_of_the_snapshot_it_had_pinned(world) -> None:
+    stage = world(attention(8), recurrent(8))
+    stage.run("a", tokens(0, 12), snapshots=[4, 8])
+    # The other shares the prefix, so r's fall frees nothing; x promises what is left.
+    for rid, own in (("r", 50), ("other", 100)):
+        assert stage.claim(rid, stage.prompt(tokens(0, 8) + tokens(own, 8)), 8).committed
+    assert stage.claim("x", stage.prompt(tokens(200, 8)), 0).committed
+    vote = stage.cache.move(R, 2, 4)
+    assert vote.refusal == Refusal(reason="capacity", group="attention", needed=3, available=2)
+    assert (vote.endpoint, vote.committed) == (8, False)
+    stage.check()
+    assert stage.cache._parts.pools[1].pins.max() == 2
+    assert np.count_nonzero(stage.cache._parts.pools[1].pins) == 1
+    for rid in ("r", "other", "x"):
+        stage.materialize(rid)
+        stage.finish(rid)

@@ -1,53 +1,14 @@
-"""Snapshots: where they are taken, which are kept, and that a slot never holds another request's
+"""Snapshots: what room they get, which are kept, and that a slot never holds another request's
 state."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from cache_world import attention, recurrent, tokens
 
-from wavepp.cache.snapshots import plan_positions, thin
+from wavepp.cache.snapshots import thin
 from wavepp.cache.types import RestoreSnapshot, ZeroSlot
 from wavepp.units import RequestId
-
-
-@pytest.mark.parametrize(
-    ("span", "options", "positions"),
-    [
-        ((0, 300), {"tail": 256}, (256,)),
-        ((0, 300), {"tail": 448}, ()),
-        ((300, 600), {"tail": 256}, ()),
-        ((0, 256), {"tail": 256}, (256,)),
-        ((0, 600), {"tail": 576, "interval": 128}, (128, 256, 384, 512, 576)),
-        ((0, 600), {"tail": 576, "junctions": (192, 900)}, (192, 576)),
-        # Inner offsets count from the span's start: 100 + k * 64 and the end are the only stops.
-        ((100, 600), {"tail": 512}, ()),
-        ((64, 600), {"tail": 512, "interval": 256}, (256, 512)),
-        # An interval point that can't be met exactly waits for the next stop.
-        ((0, 400), {"tail": 960, "interval": 192, "inner_step": 128}, (256, 384)),
-        # A tail that can't be met exactly moves down, never up.
-        ((0, 400), {"tail": 320, "inner_step": 128}, (256,)),
-    ],
-)
-def test_positions_of_a_span(span, options, positions) -> None:
-    given = {"block_size": 64, "inner_step": 64, **options}
-    assert plan_positions(span, **given) == positions
-
-
-def test_positions_never_leave_the_span_and_hang_on_boundaries() -> None:
-    for start, length, tail, step in itertools.product(
-        range(0, 20, 4), (3, 8, 13), (8, 12), (4, 8)
-    ):
-        span = (start, start + length)
-        found = plan_positions(
-            span, block_size=4, inner_step=step, tail=tail, interval=4, junctions=(8,)
-        )
-        for point in found:
-            assert start < point <= start + length
-            assert point % 4 == 0
-            assert point == span[1] or (point - start) % step == 0
 
 
 @pytest.mark.parametrize(
@@ -206,3 +167,18 @@ def test_a_snapshot_ordered_and_never_taken_is_freed(world) -> None:
     stage.cache.snapshot_orders(RequestId("a"), [8, 20])
     stage.cache.free(RequestId("a"))
     assert stage.cache.stats().groups[1].free == 2
+
+
+def test_a_path_that_was_cut_and_grown_again_by_another_is_walked_anew(world) -> None:
+    """Nothing pins a running request's snapshots: its place in the tree may become another's."""
+    stage = world(recurrent(3))
+    stage.admit("a", stage.prompt(tokens(0, 20)))
+    stage.materialize("a")
+    stage.execute("a", 8, [4, 8])
+    stage.run("touch", tokens(0, 6))  # makes the snapshot at 8 the least recently used
+    stage.run("b", tokens(0, 4) + tokens(50, 6))  # takes its unit and grows the run with b's tokens
+    assert held(stage, tokens(0, 8)) == (4,)
+    stage.execute("a", 4, [12])
+    stage.verify_index()
+    stage.finish("a")
+    assert held(stage, tokens(0, 17)) == (12, 16)

@@ -137,7 +137,6 @@ def test_demand_is_the_suffix_and_what_must_come_back() -> None:
         ({"block_size": 0}, "block_size 0"),
         ({"slots": 0}, "slots 0"),
         ({"headroom_tokens": -1}, "headroom_tokens -1"),
-        ({"snapshot_interval": 6}, "snapshot_interval 6"),
         ({"max_snapshots_per_path": 0}, "max_snapshots_per_path 0"),
         ({"hint_shards": 3}, "hint_shards 3"),
         ({"groups": (attention(1), attention(2))}, "names must differ"),

@@ -265,6 +265,22 @@ def test_work_that_swings_around_two_full_waves_settles(periods: int) -> None:
     assert sum(old != new for old, new in zip([0, *steps], steps, strict=False)) <= 1
 
 
+@pytest.mark.parametrize("periods", [2, 3, 4])
+def test_a_swing_around_the_thinning_limit_settles(periods: int) -> None:
+    """P = 4, R = 8: n(64) = 9 fills the ring and is starved. Splitting 60 of 540 tokens is allowed;
+    when another piece grows from 32 to 36, the two are too much. No other rule damps this.
+    """
+    chosen = goals()
+    ring = chosen.ring_depth
+    assert chosen.is_starved(busy(448, 60, 36), 0)
+    assert [chosen.target(busy(448, 60, last)) for last in (32, 36)] == [1, 0]
+    last = swing(32, 36, periods * ring, 0.5)
+    steps = run(chosen, Damping(step=0), [(448, 60, last(at)) for at in range(40 * ring)])
+    changes = [at for at, pair in enumerate(itertools.pairwise([0, *steps])) if pair[0] != pair[1]]
+    assert 1 <= len(changes) <= 4
+    assert all(b - a >= 10 * ring for a, b in itertools.pairwise(changes))
+
+
 def test_a_change_of_the_work_ends_the_settling() -> None:
     """After a step down, work that grows by more than a block brings the budget back in R/2."""
     chosen = goals()

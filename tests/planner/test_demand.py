@@ -33,6 +33,11 @@ def test_newest_chunks_are_the_last_span_of_each_request_in_the_ring() -> None:
     )
 
 
+def test_newest_chunks_are_in_order_of_their_waves() -> None:
+    ring = [(cut(A, 0, 16),), (cut(B, 0, 8),), (cut(A, 16, 8),)]
+    assert [chunk.request_id for chunk in newest_chunks(ring)] == [B, A]
+
+
 def test_no_waves_no_chunks() -> None:
     assert newest_chunks([]) == ()
     assert Demand(pieces=()).tokens == 0

@@ -207,7 +207,7 @@ def test_a_solo_request_runs_alone_in_every_planner() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_of_one_token_are_planned_at_once(name: str) -> None:
-    """Local decoding: together, except that `balanced` keeps stages busy with waves of their own."""
+    """Local decoding: together; `balanced` keeps stages busy with a wave for each."""
     made = world(name)
     made.admit("a", 1, endpoint=36)
     made.admit("b", 1, endpoint=88)

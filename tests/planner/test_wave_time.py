@@ -11,17 +11,19 @@ from hypothesis import strategies as st
 from wavepp.errors import ConfigError
 from wavepp.planner.packing import Cut
 from wavepp.planner.wave_time import (
-    EQUAL_TOKENS,
     StageCosts,
     StageFit,
     WaveLoad,
     WaveTimeModel,
+    assumed_costs,
     fit_stage,
     parse_stage_costs,
     span_context,
 )
 from wavepp.units import RequestId
 
+M = 16384
+TOKENS = StageCosts(c0=0.0, c1=1.0, c2=0.0)
 TRUE = StageCosts(c0=0.015, c1=18e-6, c2=1.35e-10)
 
 
@@ -57,7 +59,7 @@ def test_the_load_of_a_wave_is_that_of_its_spans() -> None:
 @given(
     st.integers(0, 10**6),
     st.integers(1, 10**5),
-    st.sampled_from([TRUE, EQUAL_TOKENS, StageCosts(c0=0.1, c1=0.0, c2=1e-9)]),
+    st.sampled_from([TRUE, TOKENS, StageCosts(c0=0.1, c1=0.0, c2=1e-9)]),
 )
 def test_tokens_within_is_the_inverse_of_the_work(
     start: int, length: int, costs: StageCosts
@@ -71,7 +73,7 @@ def test_tokens_within_is_the_inverse_of_the_work(
 
 
 def test_the_fit_finds_the_coefficients_of_exact_timings() -> None:
-    fit = StageFit()
+    fit = StageFit(wave_tokens_max=M)
     assert fit.costs is None
     for load in loads(random.Random(1), 60):
         fit.add(load, TRUE.seconds(load))
@@ -81,7 +83,7 @@ def test_the_fit_finds_the_coefficients_of_exact_timings() -> None:
 def test_the_fit_stands_noise_and_outliers() -> None:
     """5 % of noise, and one wave in ten takes ten times as long."""
     rng = random.Random(2)
-    fit = StageFit()
+    fit = StageFit(wave_tokens_max=M)
     for index, load in enumerate(loads(rng, 300)):
         noise = rng.uniform(0.95, 1.05)
         fit.add(load, TRUE.seconds(load) * noise * (10 if index % 10 == 9 else 1))
@@ -90,7 +92,7 @@ def test_the_fit_stands_noise_and_outliers() -> None:
 
 def test_the_fit_follows_a_drift() -> None:
     rng = random.Random(3)
-    fit = StageFit()
+    fit = StageFit(wave_tokens_max=M)
     for load in loads(rng, 200):
         fit.add(load, TRUE.seconds(load) / 2)
     for load in loads(rng, 200):
@@ -102,7 +104,7 @@ def test_the_fit_follows_a_drift() -> None:
 def test_coefficients_are_never_negative(seed: int, count: int) -> None:
     """Whatever the timings say."""
     rng = random.Random(seed)
-    fit = StageFit()
+    fit = StageFit(wave_tokens_max=M)
     for load in loads(rng, count):
         fit.add(load, rng.uniform(1e-6, 10.0))
         costs = fit.costs
@@ -115,7 +117,7 @@ def test_equal_waves_do_not_make_a_constant_out_of_noise() -> None:
     """Nothing tells c0 from c1; the time of such waves is right, and c0 stays small."""
     rng = random.Random(4)
     load = WaveLoad(tokens=16384, context=span_context(100_000, 16384))
-    fit = StageFit()
+    fit = StageFit(wave_tokens_max=M)
     for _ in range(200):
         fit.add(load, 0.5 * rng.uniform(0.98, 1.02))
     assert fit.costs is not None
@@ -125,7 +127,7 @@ def test_equal_waves_do_not_make_a_constant_out_of_noise() -> None:
 
 def test_a_fit_starts_from_given_coefficients_and_leaves_them_for_what_it_sees() -> None:
     slow = StageCosts(c0=0.1, c1=1e-3, c2=1e-9)
-    fit = StageFit(slow)
+    fit = StageFit(slow, wave_tokens_max=M)
     assert fit.costs == slow
     for load in loads(random.Random(5), 200):
         fit.add(load, TRUE.seconds(load))
@@ -133,7 +135,7 @@ def test_a_fit_starts_from_given_coefficients_and_leaves_them_for_what_it_sees()
 
 
 def test_samples_of_no_time_are_ignored() -> None:
-    fit = StageFit()
+    fit = StageFit(wave_tokens_max=M)
     fit.add(WaveLoad(tokens=5, context=15), 0.0)
     assert fit.costs is None
 
@@ -141,14 +143,20 @@ def test_samples_of_no_time_are_ignored() -> None:
 def test_the_slowest_stage_depends_on_the_work() -> None:
     flat = StageCosts(c0=0.0, c1=2e-5, c2=0.0)
     steep = StageCosts(c0=0.0, c1=1e-5, c2=1e-9)
-    model = WaveTimeModel([flat, steep])
+    model = WaveTimeModel([flat, steep], wave_tokens_max=M)
     assert model.slowest(WaveLoad(tokens=1000, context=span_context(0, 1000))) == flat
     assert model.slowest(WaveLoad(tokens=1000, context=span_context(50_000, 1000))) == steep
-    assert WaveTimeModel([None, None]).slowest(WaveLoad(tokens=1, context=1)) == EQUAL_TOKENS
+
+
+def test_before_any_sample_waves_are_assumed_to_have_a_small_constant() -> None:
+    unknown = WaveTimeModel([None, None], wave_tokens_max=M)
+    assumed = unknown.slowest(WaveLoad(tokens=1, context=1))
+    assert assumed == assumed_costs(M)
+    assert assumed.c0 == pytest.approx(0.05 * M * assumed.c1)
 
 
 def test_each_stage_is_fitted_by_its_own_times() -> None:
-    model = WaveTimeModel([None, None])
+    model = WaveTimeModel([None, None], wave_tokens_max=M)
     for load in loads(random.Random(6), 100):
         model.add(load, [TRUE.seconds(load), 2 * TRUE.seconds(load)])
     first, second = model.costs
@@ -166,7 +174,7 @@ def test_a_profile_is_fitted_off_line() -> None:
 
 def test_coefficients_are_read_from_a_file_s_content() -> None:
     document = {"stages": [{"c0": 0.015, "c1": 18e-6, "c2": 1.35e-10}, {"c0": 0, "c1": 1, "c2": 0}]}
-    assert parse_stage_costs(document) == (TRUE, EQUAL_TOKENS)
+    assert parse_stage_costs(document) == (TRUE, TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,24 @@ def actor_processes(*names: str) -> list[psutil.Process]:
     return found
 
 
+def channel_semaphores() -> set[str]:
+    """Those of this run's Ray."""
+    (raylet,) = [
+        child.pid for child in psutil.Process().children() if "raylet/raylet" in child.cmdline()[0]
+    ]
+    return {path.name for path in Path("/dev/shm").glob(f"sem.*{raylet}-*")}
+
+
 @pytest.fixture(autouse=True)
 def no_actor_is_left() -> Iterator[None]:
     before = {process.pid for process in actor_processes()}
+    semaphores = channel_semaphores()
     yield
     deadline = time.monotonic() + 15
     while {process.pid for process in actor_processes()} - before:
         assert time.monotonic() < deadline, actor_processes()
         time.sleep(0.1)
+    assert channel_semaphores() == semaphores
     assert ray.is_initialized()
 
 
@@ -143,6 +153,21 @@ async def test_answers_do_not_depend_on_the_partition(partition: tuple[int, ...]
         assert_served(result, prompt, 4)
 
 
+async def test_long_prompts_go_through_the_object_store() -> None:
+    options = {
+        **TWO_STAGES,
+        "block_size": 64,
+        "max_num_batched_tokens": 4096,
+        "num_gpu_blocks_override": 400,
+    }
+    prompts = [[7 + seed] * 20_000 for seed in range(3)]
+    async with running("ray", checksum, **options) as pipeline:
+        results = await asyncio.gather(*(pipeline.submit(request(p)) for p in prompts))
+        await assert_nothing_left(pipeline)
+    for result, prompt in zip(results, prompts, strict=True):
+        assert_served(result, prompt, 2)
+
+
 async def test_a_stage_may_take_longer_than_rays_default() -> None:
     async with running("ray", sleeps_12s_once, **TWO_STAGES) as pipeline:
         started = time.monotonic()
@@ -235,12 +260,21 @@ async def test_refused_configuration_is_one_sentence() -> None:
 async def test_cancelled_start_leaves_nothing() -> None:
     from wavepp.actors.ray.launch import RayPipeline
 
+    groups, free = created_groups(), ray.available_resources()["CPU"]
     pipeline = RayPipeline(config(TWO_STAGES), checksum)
     start = asyncio.create_task(pipeline.start())
     await asyncio.sleep(1.0)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
-    states = {group["state"] for group in ray.util.placement_group_table().values()}
-    assert states <= {"REMOVED"}, states
-    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    assert created_groups() == groups
+
+    async def is_free() -> bool:
+        return bool(ray.available_resources()["CPU"] == free)
+
+    await eventually(is_free)
+
+
+def created_groups() -> set[str]:
+    table = ray.util.placement_group_table()
+    return {name for name, group in table.items() if group["state"] != "REMOVED"}

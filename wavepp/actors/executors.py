@@ -7,6 +7,7 @@ run on a GPU.)
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -29,12 +30,21 @@ from wavepp.models.cache_pools import CachePools, host_pool_units, pool_units
 from wavepp.models.config import read_model_spec
 from wavepp.models.loader import CheckpointReader, DummyWeights
 from wavepp.models.partition import stage_layers
-from wavepp.models.sampling import ScoredRows, greedy_tokens, sample_token, score_rows
+from wavepp.models.sampling import (
+    ScoredRows,
+    finite_rows,
+    greedy_tokens,
+    sample_token,
+    score_rows,
+)
 from wavepp.models.spec import ModelSpec
 from wavepp.models.stage import TORCH_DTYPES, Activations, StageModel
 from wavepp.requests import PositionLogprobs, TokenLogprob
 from wavepp.units import StageIndex
 
+NOT_FINITE = (
+    "the logits are not finite numbers: the weights are damaged, or dtype is too narrow for them"
+)
 WIDENED_MEMORY_SHARE = 0.5  # of free memory that weights widened to float32 may take
 
 
@@ -192,6 +202,9 @@ def _load(
         return StageModel(spec, lo, hi, weights, ops)
 
 
+Sample = tuple[int | None, PositionLogprobs | None]
+
+
 class _OutputMaker:
     """Turns the last layer's rows into span outputs.
 
@@ -209,32 +222,28 @@ class _OutputMaker:
         sampled = self._sample([(s, int(end) - 1) for s, end in zip(spans, ends, strict=True)], x)
         outputs = []
         for index, (span, end) in enumerate(zip(spans, ends, strict=True)):
-            token_id, logprobs = sampled.get(index, (None, None))
+            sample = sampled.get(index, (None, None))
             scores: tuple[PositionLogprobs, ...] = ()
             if span.sampling.prompt_logprobs is not None:
                 scores = self._score_prompt(span, x[int(end) - span.length : int(end)])
-            outputs.append(
-                SpanOutput(
-                    request_id=span.request_id,
-                    token_id=token_id,
-                    logprobs=logprobs,
-                    prompt_logprobs=scores,
-                )
-            )
+            outputs.append(_span_output(span, sample, scores))
         return tuple(outputs)
 
-    def _sample(
-        self, lasts: Sequence[tuple[SpanWork, int]], x: Tensor
-    ) -> dict[int, tuple[int, PositionLogprobs | None]]:
-        """Span index -> token and its log probabilities, for spans that sample."""
+    def _sample(self, lasts: Sequence[tuple[SpanWork, int]], x: Tensor) -> dict[int, Sample | None]:
+        """Span index -> token and its log probabilities, for spans that sample; None: the logits
+        are of no use.
+        """
         asking = [index for index, (span, _) in enumerate(lasts) if span.sample]
-        results: dict[int, tuple[int, PositionLogprobs | None]] = {}
+        results: dict[int, Sample | None] = {}
         for part in _tiles(len(asking), self._model.logit_rows_max):
             indices = asking[part]
             rows = torch.tensor([lasts[i][1] for i in indices], device=x.device)
             logits = self._model.logits(x.index_select(0, rows))
-            likeliest = greedy_tokens(logits).tolist()
+            likeliest, usable = greedy_tokens(logits).tolist(), finite_rows(logits).tolist()
             for at, index in enumerate(indices):
+                if not usable[at]:
+                    results[index] = None
+                    continue
                 span = lasts[index][0]
                 token_id = self._choose(span, logits[at], likeliest[at])
                 results[index] = (token_id, _logprobs(span, logits[at : at + 1], token_id))
@@ -262,6 +271,18 @@ class _OutputMaker:
             scored = score_rows(self._model.logits(x[part]), token_ids, top)
             scores.extend(_positions(scored, following[part]))
         return tuple(scores)
+
+
+def _span_output(
+    span: SpanWork, sample: Sample | None, scores: tuple[PositionLogprobs, ...]
+) -> SpanOutput:
+    """What is said of a span; nothing but an error when its numbers are of no use."""
+    if sample is None or not all(math.isfinite(score.chosen.logprob) for score in scores):
+        return SpanOutput(request_id=span.request_id, error=NOT_FINITE)
+    token_id, logprobs = sample
+    return SpanOutput(
+        request_id=span.request_id, token_id=token_id, logprobs=logprobs, prompt_logprobs=scores
+    )
 
 
 def _tiles(count: int, size: int) -> Iterator[slice]:

@@ -225,10 +225,24 @@ class StageCore:
         if not spans:
             return StageOutput(), nothing, failures
         try:
-            return self.executor.forward(work, before.carry), work, failures
+            output = self.executor.forward(work, before.carry)
         except Exception as error:
             lost = self._lost(work, failed, _describe(error), guilty=len(spans) == 1)
             return StageOutput(), nothing, _merge(failures, lost)
+        return output, work, _merge(failures, self._unanswered(output))
+
+    def _unanswered(self, output: StageOutput) -> tuple[ErrorRecord, ...]:
+        """Records for the spans whose outputs are errors."""
+        return tuple(
+            ErrorRecord(
+                request_id=span.request_id,
+                stage=self.control.stage,
+                message=span.error,
+                guilty=True,
+            )
+            for span in output.outputs
+            if span.error is not None
+        )
 
     def _finish(
         self, prepared: Prepared, failures: Collection[ErrorRecord], forward_from_s: float

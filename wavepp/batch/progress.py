@@ -91,7 +91,7 @@ def describe(tally: Tally, stats: EngineStats, elapsed_s: float) -> str:
         f"ring {stats.ring_occupancy}/{stats.ring_depth}",
     ]
     if tally.errors:
-        words.append(f"{tally.errors} errors")
+        words.append(f"{tally.errors} error{'s' if tally.errors != 1 else ''}")
     return " · ".join(words)
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from wavepp.bench.stopwatch import Stopwatch, timed
 from wavepp.cache.keys import make_prompt
-from wavepp.cache.snapshots import plan_positions
 from wavepp.cache.store import StageCache
 from wavepp.cache.types import CacheConfig, GroupSpec, Int32Array, Prompt
+from wavepp.planner.snapshots import SnapshotWants, place_snapshots
 from wavepp.units import RequestId, ceil_div
 
 T = TypeVar("T")
@@ -160,13 +160,10 @@ class Lives:
         if not self._snapshots:
             return ()
         config = self.cache.config
-        return plan_positions(
-            (start, end),
-            block_size=config.block_size,
-            inner_step=config.block_size,
-            tail=prompt.tail,
-            interval=config.snapshot_interval,
-        )
+        wants = SnapshotWants(interval=config.snapshot_interval, exact=(prompt.tail,))
+        length = end - start
+        places = place_snapshots(start, length, wants, block_size=config.block_size)
+        return places.positions(start, length)
 
     def _hold(self, what: str, action: Callable[[], T]) -> T:
         result, wall_us, cpu_us = timed(action)

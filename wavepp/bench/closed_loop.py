@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wavepp.bench.load import foreign_cores, read_cpu
 from wavepp.engine import Engine
 from wavepp.errors import EngineDeadError, WavePPError
 from wavepp.requests import EngineStats, PrefillResult
@@ -16,7 +17,8 @@ from wavepp.requests import EngineStats, PrefillResult
 class LoopRun:
     """One timed run: results and completion times in prompt order, and the engine around it.
 
-    Completion is from submission to the first token, queueing included, in seconds.
+    Completion is from submission to the first token, queueing included, in seconds. Foreign cores
+    are those that other processes kept busy meanwhile.
     """
 
     wall_s: float
@@ -24,6 +26,7 @@ class LoopRun:
     results: tuple[PrefillResult, ...]
     before: EngineStats
     after: EngineStats
+    foreign_cores: float = 0.0
 
     @property
     def input_tokens(self) -> int:
@@ -57,14 +60,16 @@ async def run_closed_loop(
                 raise EngineDeadError(f"a request of the benchmark failed: {result.error}")
             results[place] = result
 
-    before, began = await engine.stats(), time.perf_counter()
+    before, cpu, began = await engine.stats(), read_cpu(), time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
                 group.create_task(client())
     except* WavePPError as errors:
         raise errors.exceptions[0] from None
-    wall_s, after = time.perf_counter() - began, await engine.stats()
+    wall_s = time.perf_counter() - began
+    foreign = foreign_cores(cpu, read_cpu(), wall_s)
+    after = await engine.stats()
     done = tuple(result for result in results if result is not None)
     assert len(done) == len(prompts), (len(done), len(prompts))
     return LoopRun(
@@ -73,4 +78,5 @@ async def run_closed_loop(
         results=done,
         before=before,
         after=after,
+        foreign_cores=foreign,
     )

@@ -40,6 +40,7 @@ def make_row(cell: Mapping[str, Any], runs: Sequence[LoopRun], baseline_s: Seque
         "waves": _waves(runs),
         "rounds": _median([run.after.rounds - run.before.rounds for run in runs]),
         "admission_ms_p50": _admission_ms(runs),
+        "foreign_cores": _median([run.foreign_cores for run in runs]),
     }
     if baseline_s:
         row["baseline"] = _baseline(runs, rates, baseline_s)

@@ -123,6 +123,7 @@ async def _cell(engine: Engine, plan: Plan, cell: _Cell, other: TransformersBase
         runs.append(await run_closed_loop(engine, made, cell.concurrency))
         if other is not None:
             baseline_s.append(await other.seconds(made))
+        _tell(cell, repeat, runs[-1])
     named: Mapping[str, Any] = {
         "workload": cell.workload,
         "concurrency": cell.concurrency,
@@ -132,6 +133,15 @@ async def _cell(engine: Engine, plan: Plan, cell: _Cell, other: TransformersBase
     if other is not None:
         row["baseline"] |= {"name": plan.baseline, "threads": other.threads}
     return row
+
+
+def _tell(cell: _Cell, repeat: int, done: LoopRun) -> None:
+    """A line for whoever waits: a benchmark of a large model is long."""
+    open_console(stderr=True).print(
+        f"{cell.workload} c={cell.concurrency} run {repeat + 1}: "
+        f"{done.input_tokens / done.wall_s:,.0f} tok/s in {done.wall_s:.1f} s",
+        highlight=False,
+    )
 
 
 def _run_number(concurrency: int, repeat: int) -> int:
@@ -178,7 +188,18 @@ def _meta(engine: Engine, plan: Plan, other: TransformersBaseline | None) -> dic
 def table(rows: list[Row]) -> Table:
     """The rows for people."""
     made = Table(box=box.SIMPLE, title="throughput (input tokens/s)", title_justify="left")
-    for name in ("workload", "c", "tok/s", "min", "max", "p50 s", "p95 s", "cached", "stage busy"):
+    for name in (
+        "workload",
+        "c",
+        "tok/s",
+        "min",
+        "max",
+        "p50 s",
+        "p95 s",
+        "cached",
+        "stage busy",
+        "foreign",
+    ):
         made.add_column(name, justify="left" if name == "workload" else "right")
     if any("baseline" in row for row in rows):
         made.add_column("baseline tok/s", justify="right")
@@ -194,6 +215,7 @@ def table(rows: list[Row]) -> Table:
             f"{row['p95_s']:.3f}",
             f"{row['cached_frac']:.0%}",
             " ".join(f"{share:.0%}" for share in row["stage_busy"]),
+            f"{row['foreign_cores']:.2f}",
         ]
         if "baseline" in row:
             cells += [f"{row['baseline']['input_tok_s']:,.0f}", f"{row['baseline']['ratio']:.2f}"]

@@ -1,9 +1,9 @@
-"""Recurrent snapshots: where to take them, which to keep.
+"""Recurrent snapshots: units to save them into, and which of them are kept.
 
 A snapshot is the state of every recurrent layer of the stage after exactly so many tokens; it
-cannot be rewound. They are taken at the tail of a prompt (so that the same prompt is a hit), at
-intervals, and at junctions (where others share the prefix). Too many along one path thin out from
-the middle. Paper, section on recurrent caches.
+cannot be rewound. The driver says where they are taken (the tail of a prompt, intervals,
+junctions); the tail's unit is promised by the escrow, the others are elastic. Too many along one
+path thin out from the middle. Paper, section on recurrent caches.
 """
 
 from __future__ import annotations
@@ -18,57 +18,6 @@ from wavepp.cache.reclaim import allocate, discard
 from wavepp.cache.sequence import Sequence as RunningSequence
 from wavepp.cache.sequence import attach_at
 from wavepp.cache.types import Effect, Int32Array, SnapshotOrder, SnapshotOrders
-from wavepp.units import align_down, align_up
-
-
-def plan_positions(
-    span: tuple[int, int],
-    *,
-    block_size: int,
-    inner_step: int,
-    tail: int,
-    interval: int | None = None,
-    junctions: Sequence[int] = (),
-) -> tuple[int, ...]:
-    """Positions in (start, end] of a span at which to snapshot; none of them cuts the span.
-
-    The recurrent op can stop at the span's end and at inner offsets, multiples of `inner_step`; a
-    snapshot hangs on a block boundary. Tail and junctions that can't be met exactly move down to
-    the last position that can; interval points move up.
-
-    Args:
-        span: (start, end) in tokens.
-        tail: B * floor((n - 1) / B) of the prompt.
-    """
-    start, end = span
-    assert 0 <= start < end, span
-    positions = set()
-    for point in (tail, *junctions):
-        if start < point <= end:
-            positions.add(_feasible_below(point, span, block_size, inner_step))
-    if interval is not None:
-        for point in range(align_up(start + 1, interval), end + 1, interval):
-            positions.add(_feasible_above(point, span, block_size, inner_step))
-    return tuple(sorted(p for p in positions if start < p <= end))
-
-
-def _stops_at(point: int, span: tuple[int, int], block_size: int, inner_step: int) -> bool:
-    start, end = span
-    return point % block_size == 0 and (point == end or (point - start) % inner_step == 0)
-
-
-def _feasible_below(point: int, span: tuple[int, int], block_size: int, inner_step: int) -> int:
-    point = align_down(point, block_size)
-    while point > span[0] and not _stops_at(point, span, block_size, inner_step):
-        point -= block_size
-    return point
-
-
-def _feasible_above(point: int, span: tuple[int, int], block_size: int, inner_step: int) -> int:
-    point = align_up(point, block_size)
-    while point <= span[1] and not _stops_at(point, span, block_size, inner_step):
-        point += block_size
-    return point
 
 
 def thin(depths: Sequence[int], droppable: Sequence[bool], most: int) -> tuple[int, ...]:

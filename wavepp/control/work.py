@@ -86,13 +86,14 @@ class SpanOutput:
     """What the last stage says of one span: the sampled token, and what scores were asked for.
 
     `prompt_logprobs` scores the prompt tokens start+1 .. start+length (the last only if there is
-    one), in order.
+    one), in order. `error` says why there is no answer: the request fails alone, for good.
     """
 
     request_id: RequestId
     token_id: int | None = None
     logprobs: PositionLogprobs | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

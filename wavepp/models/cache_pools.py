@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
-from wavepp.models.spec import LayerSpec, ModelSpec
+from wavepp.models.spec import DtypeName, LayerSpec, ModelSpec
 from wavepp.models.stage import TORCH_DTYPES
 from wavepp.units import ceil_div
 
@@ -100,6 +100,10 @@ class CachePools:
         block_size: int,
         device: torch.device,
     ) -> None:
+        """
+        Raises:
+            ConfigError: there is no memory for so much.
+        """
         host = torch.device("cpu")
         self._groups = [layer.group for layer in spec.layers[layers[0] : layers[1]]]
         self.layers: list[LayerPools] = []
@@ -124,10 +128,7 @@ class CachePools:
 
 def _layer_pools(layer: LayerSpec, units: int, block_size: int, device: torch.device) -> LayerPools:
     key, value = (
-        torch.empty(
-            (units, block_size, *tensor.shape), dtype=TORCH_DTYPES[tensor.dtype], device=device
-        )
-        for tensor in layer.cache
+        _empty((units, block_size, *tensor.shape), tensor.dtype, device) for tensor in layer.cache
     )
     return key, value
 
@@ -138,3 +139,13 @@ def _copy(source: LayerPools, taken: Int32Array, target: LayerPools, put: Int32A
         rows = here.index_select(0, torch.from_numpy(taken).to(here.device))
         index = torch.from_numpy(put).to(there.device, torch.int64)
         there.index_copy_(0, index, rows.to(there.device))
+
+
+def _empty(shape: tuple[int, ...], dtype: DtypeName, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+    except (RuntimeError, TypeError):  # too much memory, or more elements than can be counted
+        raise ConfigError(
+            f"no memory for {shape[0]} cache blocks of {shape[1]} tokens: lower block_size, "
+            "num_gpu_blocks_override or kv_cache_memory_bytes"
+        ) from None

@@ -20,6 +20,7 @@ from wavepp.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 DUMMY_STD = 0.02
 
 
@@ -89,24 +90,34 @@ class CheckpointReader:
             begin += count
         return out
 
-    def _mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The stored tensor, mapped from its file."""
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Sees from its file's header that a tensor can be read.
+
+        Raises:
+            ConfigError: as `read`.
+        """
         if name not in self._files:
             raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
         file = self._files[name]
         try:
-            tensor: Tensor = self._handle(file).get_tensor(name)
+            stored = self._handle(file).get_slice(name)
+            found, kind = tuple(stored.get_shape()), stored.get_dtype()
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self._folder / file}: can't read {name!r}: {error}") from None
-        if tuple(tensor.shape) != shape:
-            found = list(tensor.shape)
+        if found != shape:
             raise ConfigError(
-                f"{self._folder / file}: {name!r} has shape {found}, config.json says {list(shape)}"
+                f"{self._folder / file}: {name!r} has shape {list(found)}, config.json says "
+                f"{list(shape)}"
             )
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
+        if kind not in STORED_DTYPES:
             raise ConfigError(
-                f"{self._folder / file}: {name!r} has dtype {tensor.dtype}, which is not supported"
+                f"{self._folder / file}: {name!r} has dtype {kind}, which is not supported"
             )
+
+    def _mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The stored tensor, mapped from its file."""
+        self.check(name, shape)
+        tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
         self.tensors_read.append(name)
         return tensor
 
@@ -155,10 +166,10 @@ class DummyWeights:
 
 
 class NameRecorder:
-    """Reads nothing: notes the names that are asked for, and hands out tensors without memory."""
+    """Reads nothing: notes what is asked for, and hands out tensors without memory."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def has(self, name: str) -> bool:
         """Optional tensors are not asked for."""
@@ -168,23 +179,14 @@ class NameRecorder:
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """A tensor on the meta device; see WeightSource."""
-        self.names.append(name)
+        self.shapes[name] = shape
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def read_rows(self, names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
         """A tensor on the meta device; see WeightSource."""
-        self.names.extend(names)
-        return torch.empty((sum(rows), *(() if columns is None else (columns,))), device="meta")
-
-
-def missing_tensors(folder: str | Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of `names` that the checkpoint's index (or single file) does not have.
-
-    Raises:
-        ConfigError: there is no index or weight file, or it can't be read.
-    """
-    have = _weight_map(Path(folder))
-    return tuple(name for name in names if name not in have)
+        tail = () if columns is None else (columns,)
+        self.shapes |= {name: (count, *tail) for name, count in zip(names, rows, strict=True)}
+        return torch.empty((sum(rows), *tail), device="meta")
 
 
 def _seed_of(seed: int, name: str) -> int:

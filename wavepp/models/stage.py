@@ -146,8 +146,8 @@ class StageModel:
         return weights.read("model.embed_tokens.weight", table)
 
 
-def tensor_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Names of all weights a whole model reads, without reading any."""
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all weights a whole model reads, without reading any."""
     recorder = NameRecorder()
     StageModel(spec, 0, spec.num_layers, recorder, select_ops(torch.device("meta")))
-    return tuple(recorder.names)
+    return recorder.shapes

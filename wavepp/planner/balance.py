@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wavepp.planner.budget import WaveGoals
-from wavepp.planner.demand import Demand
+from wavepp.planner.demand import Chunk, Demand
 from wavepp.planner.packing import Cut, Piece, TokenRoom
 from wavepp.planner.sizing import WaveSize, packing_rules
 from wavepp.planner.wave_time import StageCosts, WaveLoad, WaveTimeModel, span_context
@@ -76,23 +76,40 @@ def best_wave_work(work: PipelineWork, *, constant_s: float, num_stages: int) ->
     return min(enough, math.sqrt(constant_s * work.seconds / (work.spread * others)))
 
 
-class SizeSpread:
-    """g, from the sizes of the requests seen last."""
+class Requests:
+    """The requests in the pipeline, whole: what they had to compute when they were admitted. And
+    how unequal the ones seen last were.
+    """
 
     def __init__(self) -> None:
         self._sizes: deque[int] = deque(maxlen=SPREAD_WINDOW)
-        self._known: dict[RequestId, None] = {}  # admitted ones that were counted
+        self._spans: dict[RequestId, Chunk] = {}
+
+    def __len__(self) -> int:
+        return len(self._spans)
 
     def observe(self, demand: Demand) -> None:
-        """Counts each request once, when it is first seen."""
-        present = [piece.request_id for piece in demand.pieces]
+        """Takes in requests that are new, or start anew, and forgets those that are gone."""
+        present: dict[RequestId, Chunk] = {}
+        for chunk in demand.chunks:
+            present[chunk.request_id] = self._spans.get(chunk.request_id, chunk)
         for piece in demand.pieces:
-            if piece.request_id not in self._known:
+            known = self._spans.get(piece.request_id)
+            if known is None or piece.start < known.start:
                 self._sizes.append(piece.remaining)
-        self._known = dict.fromkeys([*present, *(chunk.request_id for chunk in demand.chunks)])
+                known = Chunk(
+                    request_id=piece.request_id, start=piece.start, length=piece.remaining
+                )
+            present[piece.request_id] = known
+        self._spans = present
 
     @property
-    def value(self) -> float:
+    def load(self) -> WaveLoad:
+        """All of them together."""
+        return WaveLoad.of(self._spans.values())
+
+    @property
+    def spread(self) -> float:
         """g."""
         count = len(self._sizes)
         if count == 0:
@@ -151,15 +168,18 @@ class BalancedSizing:
 
     def __init__(self, goals: WaveGoals, costs: Sequence[StageCosts] | None = None) -> None:
         self.goals = goals
-        self.model = WaveTimeModel(costs if costs is not None else [None] * goals.num_stages)
-        self._spread = SizeSpread()
+        self.model = WaveTimeModel(
+            costs if costs is not None else [None] * goals.num_stages,
+            wave_tokens_max=goals.ladder[0],
+        )
+        self._requests = Requests()
         self._launched: deque[tuple[WaveNumber, WaveLoad]] = deque(maxlen=goals.ring_depth)
 
     def size(self, demand: Demand) -> WaveSize:
         """M tokens while S such waves are there, else the time of least loss."""
-        self._spread.observe(demand)
+        self._requests.observe(demand)
         top = self.goals.ladder[0]
-        load = self._load_in_pipeline(demand)
+        load = self._requests.load
         costs = self.model.slowest(load)
         seconds = self._wave_work(demand, load, costs)
         start = demand.pieces[0].start
@@ -183,33 +203,21 @@ class BalancedSizing:
                 self.model.add(load, stage_seconds)
 
     def _wave_work(self, demand: Demand, load: WaveLoad, costs: StageCosts) -> float:
-        """v: of least loss, but no more than 2S waves, as the ladder's halving may give (S while
-        the constant is not known, which is what keeps waves from getting ever smaller).
+        """v: of least loss, but no more than 2S waves, as the ladder's halving may give (S where
+        waves have no constant to keep them from getting ever smaller).
 
         Requests about to be admitted count too, as if they were like those that are: the first of
         a burst is not cut as if it were alone.
         """
-        names = {piece.request_id for piece in demand.pieces}
-        names |= {chunk.request_id for chunk in demand.chunks}
-        requests = len(names) + demand.in_admission
-        seconds = costs.work_seconds(load) * requests / len(names)
+        requests = len(self._requests) + demand.in_admission
+        seconds = costs.work_seconds(load) * requests / len(self._requests)
         best = best_wave_work(
-            PipelineWork(seconds=seconds, requests=requests, spread=self._spread.value),
+            PipelineWork(seconds=seconds, requests=requests, spread=self._requests.spread),
             constant_s=costs.c0,
             num_stages=self.goals.num_stages,
         )
         finest = 2 * self.goals.waves_wanted if costs.c0 > 0 else self.goals.waves_wanted
         return max(best, seconds / finest)
-
-    def _load_in_pipeline(self, demand: Demand) -> WaveLoad:
-        """All waves in the ring, and all that is left to plan."""
-        in_ring = list(self._launched)[len(self._launched) - demand.ring_waves :]
-        loads = [load for _, load in in_ring] if demand.ring_waves else []
-        loads.extend(_load_of_piece(piece) for piece in demand.pieces)
-        return WaveLoad(
-            tokens=sum(load.tokens for load in loads),
-            context=sum(load.context for load in loads),
-        )
 
 
 def _load_of_piece(piece: Piece) -> WaveLoad:

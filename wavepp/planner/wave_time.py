@@ -23,15 +23,14 @@ from wavepp.planner.demand import SpanLike
 FORGETTING = 0.98
 """Weight of the past at each new sample: about 50 samples count, so drift is followed."""
 
-OUTLIER_RATIO = 2.0
-"""A sample that took more than this times what was predicted counts as having taken just this."""
-
-TRUSTED_SAMPLES = 8
-"""Samples before outliers are told from a model that is still wrong."""
-
 PULL = 1e-4
 """Strength of the pull towards the start, against a sum of scaled squares of 1: enough that noise
 of some per cent in equal waves does not pass for a large constant.
+"""
+
+CONSTANT_SHARE = 0.05
+"""Of the work of M tokens, what a wave's constant is taken for until samples tell: waves of one
+size never do, and a constant taken for nothing would call for ever smaller waves.
 """
 
 LEAST_SHARE = 0.01
@@ -91,23 +90,27 @@ class StageCosts:
         return int(root)
 
 
-EQUAL_TOKENS = StageCosts(c0=0.0, c1=1.0, c2=0.0)
-"""What is assumed before anything was measured: time is tokens."""
+def assumed_costs(wave_tokens_max: int, token_s: float = 1.0) -> StageCosts:
+    """What is taken for true until samples tell: a small constant, and so many seconds a token."""
+    return StageCosts(c0=CONSTANT_SHARE * wave_tokens_max * token_s, c1=token_s, c2=0.0)
 
 
 class StageFit:
     """Recursive least squares with forgetting for one stage; coefficients stay non-negative.
 
-    Samples are weighted by 1/t^2 (relative errors count, so short waves are fitted as well as long
-    ones). Directions that the samples say nothing about are held by a weak pull towards the start:
-    the coefficients given, else "time is proportional to tokens" at the rate seen.
+    Samples are weighted by 1/t^2: relative errors count, so short waves are fitted as well as long
+    ones, and a wave that took ten times its due counts no more than one that took no time.
+    Directions that the samples say nothing about are held by a weak pull towards the start: the
+    coefficients given, else what is assumed, at the rate seen.
     """
 
-    def __init__(self, start: StageCosts | None = None) -> None:
+    def __init__(self, start: StageCosts | None = None, *, wave_tokens_max: int) -> None:
         self._start = start
+        self._wave_tokens_max = wave_tokens_max
         self._gram = [[0.0] * 3 for _ in range(3)]
         self._moment = [0.0] * 3
-        self._rate = 0.0  # forgotten mean of seconds per token, by the same weights
+        self._seconds = 0.0  # sums with forgetting: of seconds, of tokens, of samples
+        self._tokens = 0.0
         self._weight = 0.0
         self._costs = start
         self.num_samples = 0
@@ -123,50 +126,48 @@ class StageFit:
         """A wave of this load took so many seconds. Samples of no time are ignored."""
         if seconds <= 0 or load.tokens <= 0:
             return
-        if self.num_samples >= TRUSTED_SAMPLES:
-            predicted = self._solve_if_needed().seconds(load)
-            seconds = min(seconds, OUTLIER_RATIO * predicted)
         row = (1.0 / seconds, load.tokens / seconds, load.context / seconds)
         for i in range(3):
             self._moment[i] = FORGETTING * self._moment[i] + row[i]
             for j in range(3):
                 self._gram[i][j] = FORGETTING * self._gram[i][j] + row[i] * row[j]
-        self._rate = FORGETTING * self._rate + seconds / load.tokens
+        self._seconds = FORGETTING * self._seconds + seconds
+        self._tokens = FORGETTING * self._tokens + load.tokens
         self._weight = FORGETTING * self._weight + 1.0
         self.num_samples += 1
         self._costs = None
 
-    def _solve_if_needed(self) -> StageCosts:
-        costs = self.costs
-        assert costs is not None
-        return costs
-
     def _solve(self) -> StageCosts:
         """Normal equations in scaled unknowns, plus the pull, over the best non-negative subset."""
-        start = self._start or StageCosts(c0=0.0, c1=self._rate / self._weight, c2=0.0)
+        start = self._start or self._assumed()
         scale = [math.sqrt(self._gram[i][i]) for i in range(3)]
-        pull = PULL
         gram = [
-            [self._gram[i][j] / (scale[i] * scale[j]) + pull * (i == j) for j in range(3)]
+            [self._gram[i][j] / (scale[i] * scale[j]) + PULL * (i == j) for j in range(3)]
             for i in range(3)
         ]
         given = (start.c0, start.c1, start.c2)
-        moment = [self._moment[i] / scale[i] + pull * given[i] * scale[i] for i in range(3)]
+        moment = [self._moment[i] / scale[i] + PULL * given[i] * scale[i] for i in range(3)]
         c0, c1, c2 = (
             found / unit
             for found, unit in zip(_least_squares_nonnegative(gram, moment), scale, strict=True)
         )
         if c1 == 0 and c2 == 0:  # all constant, by the samples; but work is never for nothing
-            c1 = LEAST_SHARE * self._rate / self._weight
+            c1 = LEAST_SHARE * self._seconds / self._tokens
         return StageCosts(c0=c0, c1=c1, c2=c2)
+
+    def _assumed(self) -> StageCosts:
+        """The assumption that gives the mean time seen."""
+        constants = CONSTANT_SHARE * self._wave_tokens_max * self._weight
+        return assumed_costs(self._wave_tokens_max, self._seconds / (self._tokens + constants))
 
 
 class WaveTimeModel:
     """The stages' costs, and which of them is the slowest for some work."""
 
-    def __init__(self, stages: Sequence[StageCosts | None]) -> None:
+    def __init__(self, stages: Sequence[StageCosts | None], *, wave_tokens_max: int) -> None:
         assert stages, "a pipeline has at least one stage"
-        self._fits = [StageFit(costs) for costs in stages]
+        self._wave_tokens_max = wave_tokens_max
+        self._fits = [StageFit(costs, wave_tokens_max=wave_tokens_max) for costs in stages]
 
     @property
     def costs(self) -> tuple[StageCosts | None, ...]:
@@ -183,7 +184,7 @@ class WaveTimeModel:
         """The costs of the stage that would take longest for such a wave."""
         known = [costs for costs in self.costs if costs is not None]
         if not known:
-            return EQUAL_TOKENS
+            return assumed_costs(self._wave_tokens_max)
         return max(known, key=lambda costs: costs.seconds(load))
 
 

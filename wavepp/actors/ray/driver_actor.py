@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from wavepp.actors.driver import DriverCore, driver_options
 from wavepp.actors.ray.pipeline import RayPlanes, compile_graph
-from wavepp.actors.ray.semaphores import unlink_semaphores
+from wavepp.actors.ray.semaphores import mapped_semaphores, unlink_semaphores
 from wavepp.actors.ray.stage_actor import RemoteStageActor, StageHandle
 from wavepp.actors.trace import TraceWriter
 from wavepp.config import EngineConfig
@@ -39,6 +39,18 @@ class StagePlacement:
     env: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A pipeline that runs.
+
+    Attributes:
+        semaphores: names in /dev/shm that its graph made.
+    """
+
+    facts: tuple[StageFacts, ...]
+    semaphores: frozenset[str]
+
+
 class DriverActor:
     """The driver of a pipeline on Ray. Errors meant for the user are returned, not raised: Ray
     would wrap them."""
@@ -50,7 +62,7 @@ class DriverActor:
 
     async def start(
         self, config: EngineConfig, factory: str, placement: StagePlacement
-    ) -> tuple[StageFacts, ...] | WavePPError:
+    ) -> Started | WavePPError:
         """Starts and builds the stages, compiles the graph, starts the core."""
         self._stages = [
             _start_stage(index, placement) for index in range(config.pipeline_parallel_size)
@@ -69,6 +81,7 @@ class DriverActor:
         self._graph = compile_graph(
             self._stages, ring_depth=config.ring_waves, device=config.device
         )
+        semaphores = await self._warm_up()
         planes = RayPlanes(self._stages, self._graph)
         self._core = DriverCore(
             control,
@@ -78,7 +91,7 @@ class DriverActor:
             lease_alarm_s=config.lease_alarm_s,
             trace=trace,
         )
-        return tuple(facts)
+        return Started(facts=tuple(facts), semaphores=semaphores)
 
     async def submit(self, request: PrefillRequest) -> PrefillResult | WavePPError:
         """As EngineBackend.submit."""
@@ -126,7 +139,14 @@ class DriverActor:
             await asyncio.wait(closing, timeout=CLOSE_S_MAX)
         for stage in stages:
             ray.kill(stage)
-        unlink_semaphores()
+        unlink_semaphores(mapped_semaphores())
+
+    async def _warm_up(self) -> frozenset[str]:
+        """Sends a pass without a wave through the graph: the first wave shall not pay for what Ray
+        does at first use. Returns the semaphores, which every reader has opened now."""
+        await (await self._graph.execute_async(None))
+        opened = await asyncio.gather(*(stage.semaphores.remote() for stage in self._stages))
+        return mapped_semaphores().union(*opened)
 
     def _running(self) -> DriverCore:
         if self._core is None:

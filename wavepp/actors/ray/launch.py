@@ -23,7 +23,8 @@ from wavepp.actors.ray.cluster import (
     reserve,
     threads_per_stage,
 )
-from wavepp.actors.ray.driver_actor import RemoteDriverActor, StagePlacement
+from wavepp.actors.ray.driver_actor import RemoteDriverActor, StagePlacement, Started
+from wavepp.actors.ray.semaphores import unlink_semaphores
 from wavepp.actors.ray.stage_actor import factory_name
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
@@ -52,6 +53,7 @@ class RayPipeline:
         self._cluster: Cluster | None = None
         self._group: PlacementGroup | None = None
         self._driver: Any = None
+        self._semaphores: frozenset[str] = frozenset()
 
     async def start(self) -> tuple[StageFacts, ...]:
         """As EngineBackend.start."""
@@ -104,6 +106,8 @@ class RayPipeline:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             await asyncio.to_thread(cluster.leave)
+        unlink_semaphores(self._semaphores)
+        self._semaphores = frozenset()
 
     async def _join_cluster(self) -> None:
         """A start that is cancelled meanwhile still has a cluster to leave."""
@@ -133,10 +137,11 @@ class RayPipeline:
                 placement_group=self._group, placement_group_bundle_index=0
             ),
         ).remote()
-        facts: tuple[StageFacts, ...] = await _answer(
+        started: Started = await _answer(
             self._driver.start.remote(config, self._factory, placement)
         )
-        return facts
+        self._semaphores = started.semaphores
+        return started.facts
 
     def _running(self) -> Any:
         if self._driver is None:
@@ -153,7 +158,7 @@ async def _answer(call: Awaitable[T | WavePPError]) -> T:
     """
     try:
         answer = await call
-    except ray.exceptions.ActorDiedError as error:
+    except ray.exceptions.RayActorError as error:
         raise EngineDeadError(f"the driver died: {str(error).strip().splitlines()[0]}") from None
     if isinstance(answer, WavePPError):
         raise answer

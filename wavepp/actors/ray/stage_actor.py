@@ -15,12 +15,12 @@ import numpy as np
 import ray
 
 from wavepp.actors.ports import Carry, ExecutorFactory, Parcel, StageExecutor
-from wavepp.actors.ray.semaphores import unlink_semaphores
+from wavepp.actors.ray.semaphores import mapped_semaphores, unlink_semaphores
 from wavepp.actors.stage import Prepared, StageCore, cache_options
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import WavePPError
-from wavepp.protocol.messages import PromptRecord, RoundMessage, RoundReply, WaveSchedule
+from wavepp.protocol.messages import NO_WAVE, PromptRecord, RoundMessage, RoundReply, WaveSchedule
 from wavepp.requests import StageStats
 
 
@@ -72,18 +72,24 @@ class StageActor:
         """Never returns: a call to it fails when this process dies, without anybody asking."""
         await asyncio.Event().wait()
 
+    async def semaphores(self) -> frozenset[str]:
+        """The channel semaphores this process has open."""
+        return mapped_semaphores()
+
     async def close(self) -> None:
         """Gives back what the executor holds, after the graph is gone."""
         if self._core is not None:
             self._core.executor.close()
-        unlink_semaphores()
+        unlink_semaphores(mapped_semaphores())
 
-    def prepare(self, schedule: WaveSchedule) -> Prepared:
-        """LOOP: first step of a wave."""
-        return self._running().prepare(schedule)
+    def prepare(self, schedule: WaveSchedule | None) -> Prepared | None:
+        """LOOP: first step of a wave; None is the pass that warms the graph up."""
+        return None if schedule is None else self._running().prepare(schedule)
 
-    def forward(self, prepared: Prepared, parcel: Parcel | None = None) -> Parcel:
+    def forward(self, prepared: Prepared | None, parcel: Parcel | None = None) -> Parcel:
         """LOOP: second step of a wave."""
+        if prepared is None:
+            return Parcel(wave=NO_WAVE)
         if parcel is not None and parcel.carry is not None:
             parcel = replace(parcel, carry=from_wire(parcel.carry))
         after = self._running().forward(prepared, parcel)
