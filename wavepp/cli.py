@@ -135,6 +135,46 @@ app.command("run-batch")(engine_command(run_batch))
 bench.command("throughput")(engine_command(throughput))
 
 
+@bench.command("admission")
+def admission(
+    prompt_len: Annotated[
+        int, typer.Option(min=1, metavar="N", help="tokens in a prompt; a quarter is timed too")
+    ] = 200_000,
+    concurrency: Annotated[
+        int, typer.Option(min=1, metavar="N", help="prompts at once, and held by the caches")
+    ] = 64,
+    block_size: Annotated[int, typer.Option(min=1, metavar="N", help="tokens in a block")] = 64,
+    stages: Annotated[
+        int, typer.Option(min=1, metavar="N", help="stages of the pipeline that admits")
+    ] = 4,
+    runs: Annotated[
+        int, typer.Option(min=2, metavar="N", help="runs of a prompt from which others part")
+    ] = 200,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="timed runs of each")] = 5,
+    seed: Annotated[int, typer.Option(metavar="N", help="of the made prompts")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="write meta and rows here")
+    ] = None,
+) -> None:
+    """Measure admission: keys, probes, hints, leases, escrows, lock holds, whole admissions.
+
+    No model and no network: real caches and the real protocol, in memory. Times by the wall clock
+    and by the CPU.
+    """
+    from wavepp.bench.admission import Plan, run
+
+    plan = Plan(
+        prompt_len=prompt_len,
+        concurrency=concurrency,
+        block_size=block_size,
+        stages=stages,
+        runs=runs,
+        repeats=repeats,
+        seed=seed,
+    )
+    run(plan, json_file)
+
+
 @bench.command("compare")
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="the one that should win")],
@@ -144,6 +184,25 @@ def compare(
     from wavepp.bench.compare import run
 
     run(first, second)
+
+
+@app.command("sim")
+def sim(
+    seeds: Annotated[str, typer.Argument(metavar="SEED | A:B", help="one seed, or a range")],
+    minutes: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="go on with the seeds after these for so long"),
+    ] = None,
+) -> None:
+    """Run the real driver and stages under a virtual clock, with faults, and check every step.
+
+    One seed prints a line an event; a range prints a summary. Ends with status 1 when something was
+    wrong, and says how to see it again.
+    """
+    from wavepp.commands.sim import run
+
+    if not run(seeds, minutes):
+        raise typer.Exit(FAILURE)
 
 
 @app.command("make-tiny")
@@ -182,6 +241,23 @@ def check_model(
         "dtype": dtype,
     }
     run_check_model(build_config({k: v for k, v in options.items() if v is not None}))
+
+
+@app.command("trace")
+def trace(
+    file: Annotated[Path, typer.Argument(help="what an engine wrote with --trace")],
+    request: Annotated[
+        str | None, typer.Option(metavar="ID", help="tell the story of this request")
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT", help="write waves, rounds and leases for ui.perfetto.dev"),
+    ] = None,
+) -> None:
+    """Read a trace: a summary, the story of one request, or a file for Perfetto."""
+    from wavepp.commands.trace import run
+
+    run(file, request=request, perfetto=perfetto)
 
 
 def main() -> NoReturn:

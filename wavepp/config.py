@@ -20,6 +20,7 @@ from wavepp.units import align_down
 from wavepp.validation import first_problem, nearest
 
 Device = Literal["cpu", "cuda"]
+THREADS_MAX = 1024  # some way above, torch's thread pool falls over with no error to catch
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -67,7 +68,10 @@ class EngineConfig(BaseModel):
         default="ray", description="local: all stages in this process"
     )
     threads_per_stage: int | None = Field(
-        default=None, ge=1, description="CPU threads; default: cores / P, at least 1"
+        default=None,
+        ge=1,
+        le=THREADS_MAX,
+        description="CPU threads; default: cores / P, at least 1",
     )
     num_cpus_per_stage: float | None = Field(
         default=None,
@@ -101,6 +105,52 @@ class EngineConfig(BaseModel):
         default=None, ge=1, description="cache bytes per stage"
     )
     enable_prefix_caching: bool = Field(default=True, description="reuse cached prefixes")
+    kv_offloading_size: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="GiB of host memory, all stages together, that evicted blocks move to; "
+        "default: none",
+    )
+    snapshot_interval: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens between snapshots of recurrent layers, a multiple of B; default: "
+        "snapshots at prompt ends and where prompts part only",
+    )
+    max_snapshots_per_path: int = Field(
+        default=16, ge=1, description="snapshots kept along one prefix before the middle is thinned"
+    )
+
+    # Admission
+    lease_headroom_waves: int | None = Field(
+        default=None,
+        ge=0,
+        description="waves' worth of blocks (M tokens each) that admission leaves free, at most a "
+        "quarter of the pool; default 2P",
+    )
+    agreement: Literal["set", "stepwise"] = Field(
+        default="set",
+        description="how stages come to one endpoint; set: in one step; stepwise: the paper's own "
+        "way, to the same endpoint",
+    )
+    defer_shared_prefix: bool = Field(
+        default=True,
+        description="let a request wait for another one that is computing the prefix it lacks",
+    )
+    defer_max_ms: float = Field(
+        default=60_000.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="longest wait of one request for that, in milliseconds; nobody waits while the "
+        "ring lacks work",
+    )
+
+    lease_alarm_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="log a warning when an admitted prefix waits longer than this to be used",
+    )
 
     # Limits and failure
     max_num_queued_reqs: int | None = Field(
@@ -158,6 +208,11 @@ class EngineConfig(BaseModel):
                 raise ValueError(
                     f"layer_partition {self.layer_partition}: every stage needs at least one layer"
                 )
+        interval = self.snapshot_interval
+        if interval is not None and interval % self.block_size:
+            raise ValueError(
+                f"snapshot_interval {interval} is no multiple of block_size {self.block_size}"
+            )
         if self.min_wave_tokens is not None and self.min_wave_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"min_wave_tokens {self.min_wave_tokens} exceeds "
@@ -177,6 +232,13 @@ class EngineConfig(BaseModel):
             return self.min_wave_tokens
         half = align_down(self.max_num_batched_tokens // 2, self.block_size)
         return half if half > 0 else self.max_num_batched_tokens
+
+    @property
+    def headroom_tokens(self) -> int:
+        """2PM: tokens of cache that admission leaves free."""
+        waves = self.lease_headroom_waves
+        waves = 2 * self.pipeline_parallel_size if waves is None else waves
+        return waves * self.max_num_batched_tokens
 
     @property
     def model_name(self) -> str:

@@ -25,6 +25,7 @@ from wavepp.requests import (
     make_request,
 )
 from wavepp.tokenizer import Tokenizer, load_tokenizer
+from wavepp.validation import shown
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -69,6 +70,11 @@ class Engine:
     ) -> None:
         if config is not None and options:
             raise ConfigError(f"give a config or keyword arguments, not both: {sorted(options)}")
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config: expected an EngineConfig, a folder is named by model=... "
+                f"(got {shown(config)})"
+            )
         self.config = config if config is not None else EngineConfig(**options)
         self._given_backend = backend
         self._backend: EngineBackend | None = None
@@ -199,6 +205,16 @@ class Engine:
         self._running_facts()
         assert self._backend is not None
         return await self._backend.stats()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes that no request uses, on every stage.
+
+        Returns:
+            False when some are in use by running requests; those stay.
+        """
+        self._running_facts()
+        assert self._backend is not None
+        return await self._backend.reset_prefix_cache()
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
+from numbers import Integral
 from typing import Any, Self, TypeVar, Unpack
 
 from wavepp.config import EngineConfig, build_config
@@ -59,7 +60,12 @@ class LLM:
 
     def __del__(self) -> None:
         """Closes an engine nobody can reach any more."""
-        if getattr(self, "_loop", None) is not None:
+        loop: _LoopThread | None = getattr(self, "_loop", None)
+        if loop is None:
+            return
+        if loop.is_current:  # the collector ran in our own thread, which can't wait for itself
+            threading.Thread(target=self.close, name="wavepp-llm-close").start()
+        else:
             self.close()
 
     @property
@@ -118,6 +124,10 @@ class LLM:
         """One snapshot of queue, ring and stages."""
         return self._run(self._engine.stats())
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False when running requests still use some of them."""
+        return self._run(self._engine.reset_prefix_cache())
+
     def close(self) -> None:
         """Aborts what is left and gives back every resource. Safe to call twice."""
         loop, self._loop = self._loop, None
@@ -156,6 +166,11 @@ class _LoopThread:
         )
         self._thread.start()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in this very thread."""
+        return threading.current_thread() is self._thread
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Waits for a coroutine; when the wait is interrupted, until it was cancelled and ended."""
         outcome: Future[T] = Future()
@@ -165,7 +180,7 @@ class _LoopThread:
             tasks.append(self._loop.create_task(coroutine))
             tasks[0].add_done_callback(lambda task: _copy_outcome(task, outcome))
 
-        assert threading.current_thread() is not self._thread, "an LLM can't wait for itself"
+        assert not self.is_current, "an LLM can't wait for itself"
         try:
             self._loop.call_soon_threadsafe(begin)
             return outcome.result()
@@ -201,7 +216,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"prompts: expected text, token ids or a list of those, not {type(prompts).__name__}",
             param="prompts",
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

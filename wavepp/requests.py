@@ -118,23 +118,59 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStats:
-    """One stage: what its LOOP thread did since the engine started, and its cache now."""
+    """One stage: what its LOOP thread did since the engine started, and its cache now.
+
+    Attributes:
+        wait_s: no_wave | activation | materialize -> seconds.
+        blocks_used: held by requests; the rest is free or cached and idle.
+        blocks_cached: reusable, whether or not a request uses them; some are among blocks_used.
+        leases, escrows: requests that hold one; escrow_blocks: what all escrows together promise.
+        host_blocks_total, host_blocks_cached: the same on the host tier.
+        evicted, offloaded, brought_back, victims_substituted: blocks, since the start.
+        lock_hold_max_s: longest time somebody held the mutex of the cache.
+        invariant_violations: times an idle stage was found holding something.
+    """
 
     stage: int
     layers: tuple[int, int]
     busy_s: float
-    wait_s: Mapping[str, float] = field(
-        default_factory=dict
-    )  # no_wave | activation | materialize -> seconds
+    wait_s: Mapping[str, float] = field(default_factory=dict)
     waves: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
+    blocks_cached: int = 0
+    host_blocks_total: int = 0
+    host_blocks_cached: int = 0
+    leases: int = 0
+    escrows: int = 0
+    escrow_blocks: int = 0
+    evicted: int = 0
+    offloaded: int = 0
+    brought_back: int = 0
+    victims_substituted: int = 0
+    lock_hold_max_s: float = 0.0
+    invariant_violations: int = 0
     pid: int = 0
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the blocks that requests hold."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """One typed snapshot of a running engine."""
+    """One typed snapshot of a running engine.
+
+    Attributes:
+        prefix_queries, prefix_hits: prompt tokens of admitted requests, and those of them reused
+            on every stage. A request that is admitted again counts again.
+        endpoints_lowered: times the stages did not end at one endpoint and were told a lower one.
+        capacity_refusals: times a stage had no room for a request, which then waited.
+        deferred: times a request waited for a prefix that another one was computing.
+        lease_age_s_max: age of the oldest lease that is not materialised yet.
+        wave_tokens: sizes of the latest waves, oldest first (bounded).
+    """
 
     requests_waiting: int
     requests_running: int
@@ -147,14 +183,31 @@ class EngineStats:
     ring_occupancy: int
     wall_s: float
     rounds: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    endpoints_lowered: int = 0
+    capacity_refusals: int = 0
+    deferred: int = 0
+    leases: int = 0
+    lease_age_s_max: float = 0.0
     stages: tuple[StageStats, ...] = ()
-    wave_tokens: tuple[int, ...] = ()  # sizes of the latest waves, oldest first (bounded)
+    wave_tokens: tuple[int, ...] = ()
+
+    @property
+    def lock_hold_max_s(self) -> float:
+        """Longest time that the mutex of any stage's cache was held."""
+        return max((stage.lock_hold_max_s for stage in self.stages), default=0.0)
+
+    @property
+    def invariant_violations(self) -> int:
+        """Times an idle stage was found holding something."""
+        return sum(stage.invariant_violations for stage in self.stages)
 
 
 def make_request(**fields: Any) -> PrefillRequest:
     """A request whose fields are right in themselves.
 
-    `prompt_token_ids` may be any sequence of ints, or an array with `tolist()`.
+    `prompt_token_ids` may be any sequence of ints (numpy's too), or an array with `tolist()`.
 
     Raises:
         RequestError: an empty prompt, an unknown field (the nearest known one is named), a value of
@@ -164,7 +217,7 @@ def make_request(**fields: Any) -> PrefillRequest:
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
     if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
-        tokens = tuple(tokens)
+        tokens = tuple(t.item() if getattr(t, "shape", None) == () else t for t in tokens)
     try:
         request = PrefillRequest(**{**fields, "prompt_token_ids": tokens})
     except ValidationError as error:

@@ -4,21 +4,25 @@ Each "layer" writes one number a token into the token's slot of its block, then 
 sum over all slots of [0, position] as found through the block table. A wrong table, position,
 order, token or layer gives another answer. `oracle` computes the same without blocks or waves.
 
+A layer's kind is a letter: F keeps a number a token and sums all; S sums the last WINDOW only; R
+keeps the running sum alone, in a working slot, saved in snapshots. F and R have the same oracle.
+
 Tokens >= FAIL_TOKEN make trouble: FAIL_TOKEN + s raises on stage s, each time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from wavepp.actors.ports import Carry, StageExecutor, StageOutput
+from wavepp.cache.types import BringBack, Effect, Offload, RestoreSnapshot, ZeroSlot
 from wavepp.config import EngineConfig
-from wavepp.control.work import GroupFacts, SpanOutput, SpanWork, StageFacts, StageWork
+from wavepp.control.work import GroupFacts, GroupKind, SpanOutput, SpanWork, StageFacts, StageWork
 from wavepp.errors import ConfigError
 from wavepp.requests import PositionLogprobs, PrefillResult, TokenLogprob
 from wavepp.units import StageIndex
@@ -29,6 +33,9 @@ VOCAB = 1000
 FAIL_TOKEN = 990
 EOS_TOKEN = 7
 MIX = np.uint64(0x9E3779B97F4A7C15)
+WINDOW = 11  # of S layers, in tokens
+GROUPS = {"F": "full", "S": "slide", "R": "state"}
+SNAPSHOTS = 8
 
 
 def embed(tokens: npt.NDArray[np.integer], start: int) -> UInt64Array:
@@ -59,7 +66,14 @@ class Expected:
     prompt_logprobs: tuple[float, ...]
 
 
-def oracle(prompt: Sequence[int], *, layers: int, max_tokens: int = 1) -> Expected:
+def window_sums(written: UInt64Array) -> UInt64Array:
+    """Sums over the last WINDOW of [.., position]."""
+    sums = np.cumsum(written)
+    sums[WINDOW:] -= sums[:-WINDOW].copy()
+    return sums
+
+
+def oracle(prompt: Sequence[int], *, layers: int, max_tokens: int = 1, kinds: str = "") -> Expected:
     tokens = list(prompt)
     produced: list[int] = []
     scores: tuple[float, ...] | None = None
@@ -67,7 +81,8 @@ def oracle(prompt: Sequence[int], *, layers: int, max_tokens: int = 1) -> Expect
         hidden = embed(np.asarray(tokens), 0)
         for layer in range(layers):
             written = layer_write(hidden, layer)
-            hidden = layer_read(written, np.cumsum(written))
+            slides = kinds[layer : layer + 1] == "S"
+            hidden = layer_read(written, window_sums(written) if slides else np.cumsum(written))
         if scores is None:
             scores = tuple(
                 logprob_of(state, token)
@@ -82,9 +97,14 @@ def oracle(prompt: Sequence[int], *, layers: int, max_tokens: int = 1) -> Expect
 
 
 def assert_served(
-    result: PrefillResult, prompt: Sequence[int], layers: int, max_tokens: int = 1
+    result: PrefillResult,
+    prompt: Sequence[int],
+    layers: int,
+    max_tokens: int = 1,
+    *,
+    kinds: str = "",
 ) -> None:
-    expected = oracle(prompt, layers=layers, max_tokens=max_tokens)
+    expected = oracle(prompt, layers=layers, max_tokens=max_tokens, kinds=kinds)
     assert result.error is None
     assert result.token_ids == expected.token_ids
     assert result.finish_reason == expected.finish_reason
@@ -96,10 +116,22 @@ def assert_served(
 
 
 class ChecksumExecutor:
-    """One stage with as many layers as the partition says (one without)."""
+    """One stage with as many layers as the partition says (one without).
+
+    A host block counts as a GiB: `kv_offloading_size` says how many a group has on each stage.
+
+    Args:
+        kinds: one letter a layer of the whole model; all F without.
+    """
 
     def __init__(
-        self, config: EngineConfig, stage: int, *, units: int | None = None, wave_s: float = 0.0
+        self,
+        config: EngineConfig,
+        stage: int,
+        *,
+        units: int | None = None,
+        wave_s: float = 0.0,
+        kinds: str = "",
     ) -> None:
         partition = config.layer_partition or (1,) * config.pipeline_parallel_size
         first = sum(partition[:stage])
@@ -108,8 +140,19 @@ class ChecksumExecutor:
         self._wave_s = wave_s
         self._is_last = stage == config.pipeline_parallel_size - 1
         blocks = units if units is not None else config.num_gpu_blocks_override or 64
-        shape = (len(self._layers), blocks, config.block_size)
-        self._cache: UInt64Array = np.zeros(shape, dtype=np.uint64)
+        self._kinds = kinds or "F" * sum(partition)
+        host = int(config.kv_offloading_size or 0)
+        used = sorted({GROUPS[self._kinds[layer]] for layer in self._layers})
+        counts = {name: SNAPSHOTS if name == "state" else blocks for name in used}
+        per_unit = {name: 1 if name == "state" else config.block_size for name in used}
+        layers = len(self._layers)
+        self._cache: dict[str, UInt64Array] = {
+            name: np.zeros((layers, counts[name], per_unit[name]), dtype=np.uint64) for name in used
+        }
+        self._host: dict[str, UInt64Array] = {
+            name: np.zeros((layers, host, per_unit[name]), dtype=np.uint64) for name in used
+        }
+        self._slots: UInt64Array = np.zeros((layers, config.max_num_seqs), dtype=np.uint64)
         self.closed = False
         self._facts = StageFacts(
             stage=StageIndex(stage),
@@ -117,13 +160,28 @@ class ChecksumExecutor:
             block_size=config.block_size,
             vocab_size=VOCAB,
             max_model_len=config.max_model_len or 1 << 20,
-            groups=(GroupFacts(name="full", kind="attention", units=blocks, bytes_per_unit=8),),
+            groups=tuple(_group(name, counts[name], host) for name in used),
             eos_token_ids=(EOS_TOKEN,),
         )
 
     @property
     def facts(self) -> StageFacts:
         return self._facts
+
+    def materialize(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Offload(group=name, device=device, host=host):
+                    self._host[name][:, host] = self._cache[name][:, device]
+                case BringBack(group=name, host=host, device=device):
+                    self._cache[name][:, device] = self._host[name][:, host]
+                case RestoreSnapshot(group=name, snapshot=unit, slot=slot, from_host=from_host):
+                    held = self._host if from_host else self._cache
+                    self._slots[:, slot] = held[name][:, unit, 0]
+                case ZeroSlot(slot=slot):
+                    self._slots[:, slot] = 0
+                case _:
+                    raise TypeError(effect)
 
     def forward(self, work: StageWork, carry: Carry | None) -> StageOutput:
         assert (carry is None) == (self._facts.stage == 0)
@@ -155,16 +213,40 @@ class ChecksumExecutor:
             raise RuntimeError(f"token {FAIL_TOKEN + int(self._facts.stage)} can't be computed")
 
     def _span(self, span: SpanWork, hidden: UInt64Array) -> UInt64Array:
-        table = span.block_tables["full"]
-        end = span.start + span.length
-        positions = np.arange(span.start, end)
-        blocks, slots = table[positions // self._block_size], positions % self._block_size
         for index, layer in enumerate(self._layers):
             written = layer_write(hidden, layer)
-            self._cache[index, blocks, slots] = written
-            seen = self._cache[index, table].reshape(-1)[:end]
-            hidden = layer_read(written, np.cumsum(seen)[span.start :])
+            if self._kinds[layer] == "R":
+                hidden = layer_read(written, self._recurrent(index, span, written))
+            else:
+                hidden = layer_read(written, self._paged(index, span, written))
         return hidden
+
+    def _paged(self, index: int, span: SpanWork, written: UInt64Array) -> UInt64Array:
+        slides = self._kinds[self._layers[index]] == "S"
+        name = "slide" if slides else "full"
+        table, cache = span.block_tables[name], self._cache[name]
+        end = span.start + span.length
+        positions = np.arange(span.start, end)
+        assert len(table) == -(-end // self._block_size), (len(table), end)
+        cache[index, table[positions // self._block_size], positions % self._block_size] = written
+        if not slides:
+            return np.cumsum(cache[index, table].reshape(-1)[:end])[span.start :]
+        first = max(span.start - WINDOW + 1, 0)
+        seen = np.arange(first, end)
+        blocks = table[seen // self._block_size]
+        assert (blocks >= 0).all(), "a block inside the window is not there"
+        sums = window_sums(cache[index, blocks, seen % self._block_size])
+        return sums[span.start - first :]
+
+    def _recurrent(self, index: int, span: SpanWork, written: UInt64Array) -> UInt64Array:
+        assert span.slot is not None, span
+        states = np.cumsum(written) + self._slots[index, span.slot]
+        for order in span.snapshots:
+            offset = order.position - span.start
+            assert offset == span.length or offset % 64 == 0, (order, span)
+            self._cache["state"][index, order.units["state"], 0] = states[offset - 1]
+        self._slots[index, span.slot] = states[-1]
+        return states
 
     def _outputs(self, work: StageWork, hidden: UInt64Array) -> tuple[SpanOutput, ...]:
         outputs = []
@@ -196,6 +278,18 @@ def _scores(span: SpanWork, rows: UInt64Array) -> tuple[PositionLogprobs, ...]:
     if span.next_token_id is not None:
         following.append(span.next_token_id)
     return tuple(_score(row, token) for row, token in zip(rows, following, strict=False))
+
+
+def _group(name: str, units: int, host_units: int) -> GroupFacts:
+    kinds: Mapping[str, GroupKind] = {"full": "attention", "slide": "sliding", "state": "recurrent"}
+    return GroupFacts(
+        name=name,
+        kind=kinds[name],
+        units=units,
+        bytes_per_unit=8,
+        window=WINDOW if name == "slide" else None,
+        host_units=host_units,
+    )
 
 
 def checksum(config: EngineConfig, stage: int) -> StageExecutor:

@@ -206,6 +206,22 @@ async def test_watchdog_ends_a_pipeline_without_progress(
         await pipeline.close()
 
 
+async def test_lease_that_grows_old_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    StuckExecutor.release.clear()
+    options = {**STANDARD, "max_num_batched_tokens": 4}
+    async with running("local", StuckExecutor, lease_alarm_s=0.1, **options) as pipeline:
+        tasks = [asyncio.create_task(pipeline.submit(request([5 + i] * 9))) for i in range(3)]
+        try:
+            await asyncio.sleep(1.0)
+            stats = await pipeline.stats()
+        finally:
+            StuckExecutor.release.set()
+        await asyncio.gather(*tasks)
+    assert stats.leases == 3
+    assert stats.lease_age_s_max > 0.1
+    assert caplog.text.count("leases are older than lease_alarm_s 0.1") in (1, 2)
+
+
 async def test_watchdog_leaves_slow_and_idle_pipelines_alone() -> None:
     async with running("local", checksum_20ms, watchdog_s=0.15, **STANDARD) as pipeline:
         assert_served(await pipeline.submit(request([5] * 150)), [5] * 150, 4)
@@ -233,7 +249,7 @@ async def test_stage_holds_its_lock_for_microseconds() -> None:
         prompts = random_prompts(3, 40)
         await asyncio.gather(*(pipeline.submit(request(p)) for p in prompts))
         await assert_nothing_left(pipeline)
-        holds = [stage.core.lock_hold_max_s for stage in pipeline._stages if stage.core]
+        holds = [stage.core.tree_lock.hold_max_s for stage in pipeline._stages if stage.core]
         assert all(0 < hold < 0.05 for hold in holds)  # no wave and no round waits inside it
     finally:
         await pipeline.close()

@@ -8,6 +8,8 @@ from pipelines import config_of
 
 from wavepp.actors.ports import Carry, Parcel, StageOutput
 from wavepp.actors.stage import StageCore
+from wavepp.cache.keys import chain_keys, join_keys
+from wavepp.control.options import CacheOptions
 from wavepp.control.work import ErrorRecord, StageWork
 from wavepp.protocol.messages import (
     Admit,
@@ -18,9 +20,11 @@ from wavepp.protocol.messages import (
     SpanPlan,
     WaveSchedule,
 )
+from wavepp.protocol.votes import Claim, RoundAsk
 from wavepp.units import LogNumber, RequestId, StageIndex, WaveNumber
 
 A, B = RequestId("a"), RequestId("b")
+TOKENS = np.arange(10, 18, dtype=np.int32)
 
 
 class Executor(ChecksumExecutor):
@@ -51,7 +55,7 @@ class Clock:
 async def admitted_core(stage: int) -> tuple[StageCore, Executor]:
     """A stage that has A and B admitted, eight tokens each."""
     executor = Executor(stage)
-    core = StageCore(executor, clock=Clock())
+    core = StageCore(executor, CacheOptions(slots=4), clock=Clock())
     entries = []
     for name in (A, B):
         entries.append(Announce(request_id=name, attempt=1, num_tokens=8))
@@ -59,16 +63,25 @@ async def admitted_core(stage: int) -> tuple[StageCore, Executor]:
         PromptRecord(
             request_id=name,
             announced=LogNumber(2),
-            token_ids=np.arange(10, 18, dtype=np.int32),
+            token_ids=TOKENS,
+            keys=join_keys(chain_keys(TOKENS.tobytes(), 4)),
             max_tokens=1,
         )
         for name in (A, B)
     )
+    claims = tuple(Claim(request_id=name, attempt=1, limit=0) for name in (A, B))
     log = tuple(
         LogEntry(number=LogNumber(i + 1), decision=decision) for i, decision in enumerate(entries)
     )
     await core.round(
-        RoundMessage(epoch=1, round_number=1, apply_to=LogNumber(2), entries=log, prompts=prompts)
+        RoundMessage(
+            epoch=1,
+            round_number=1,
+            apply_to=LogNumber(2),
+            entries=log,
+            prompts=prompts,
+            ask=RoundAsk(claims=claims),
+        )
     )
     return core, executor
 

@@ -158,6 +158,24 @@ async def test_many_requests_keep_their_order_through_a_short_queue(tiny_llama: 
     assert [result.num_prompt_tokens for result in results] == list(range(1, 40))
 
 
+async def test_second_time_is_a_hit_until_the_cache_is_reset(tiny_llama: Path) -> None:
+    prompt = [(7 * i) % 500 + 5 for i in range(300)]
+    async with Engine(config(tiny_llama, pipeline_parallel_size=2)) as engine:
+        answers = [await engine.prefill(prompt, logprobs=3) for _ in range(2)]
+        other = await engine.prefill(prompt, cache_salt="other")
+        assert await engine.reset_prefix_cache() is True
+        answers.append(await engine.prefill(prompt, logprobs=3))
+        stats = await engine.stats()
+    assert [answer.num_cached_tokens for answer in answers] == [0, 256, 0]
+    assert other.num_cached_tokens == 0
+    assert (stats.prefix_queries, stats.prefix_hits) == (1200, 256)
+    assert stats.cached_tokens == 256
+    numbers = [answer.logprobs[0].chosen.logprob for answer in answers if answer.logprobs]
+    assert numbers == pytest.approx([numbers[0]] * 3, abs=2e-5)
+    assert stats.lock_hold_max_s > 0
+    assert stats.invariant_violations == 0
+
+
 async def test_engines_follow_one_another_in_one_loop(tiny_llama: Path) -> None:
     answers = []
     for _ in range(3):
@@ -218,3 +236,9 @@ def test_engine_takes_a_config_or_its_fields() -> None:
     with pytest.raises(ConfigError, match="did you mean 'seed'"):
         Engine(model="m", sed=1)
     assert Engine(model="m", seed=3).config.seed == 3
+
+
+@pytest.mark.parametrize("config", ["folder", Path("folder"), {"model": "folder"}])
+def test_engine_wants_a_config(config: Any) -> None:
+    with pytest.raises(ConfigError, match="expected an EngineConfig"):
+        Engine(config)

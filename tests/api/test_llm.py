@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from wavepp import LLM, ConfigError, EngineDeadError, RequestError
 
@@ -55,6 +57,14 @@ def test_chat_lays_messages_out_by_the_template(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": 3}])
 
 
+def test_cache_can_be_reset(llm: LLM) -> None:
+    prompt = [9, *range(100, 250)]
+    hits = [llm.prefill(prompt)[0].num_cached_tokens for _ in range(2)]
+    assert llm.reset_prefix_cache() is True
+    hits.append(llm.prefill(prompt)[0].num_cached_tokens)
+    assert hits == [0, 128, 0]
+
+
 def test_decode_gives_text_back(llm: LLM) -> None:
     ids = llm.prefill("The quick brown fox", prompt_logprobs=0)[0].prompt_logprobs
     assert ids is not None
@@ -83,12 +93,12 @@ def test_closed_llm_says_so(tiny_llama: Path) -> None:
 
 
 def test_failed_start_leaves_no_thread(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="is not a folder"):
         LLM(model=tmp_path / "none", transport="local")
     with pytest.raises(ConfigError, match="did you mean 'seed'"):
         LLM(model=tmp_path, sed=1)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_llm_nobody_can_reach_is_closed(tiny_llama: Path) -> None:
@@ -142,3 +152,48 @@ def test_interrupt_aborts_and_leaves_the_llm_usable(tiny_llama: Path) -> None:
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert out == "interrupted\n1\n0\n"
+
+
+def test_llm_that_is_collected_in_its_own_thread_is_closed(tiny_llama: Path) -> None:
+    process = run_script(
+        tiny_llama,
+        """
+        import asyncio, gc, threading, time
+        loop = llm._loop._loop
+        llm.itself = llm
+        del llm
+        async def collect():
+            gc.collect()
+        asyncio.run_coroutine_threadsafe(collect(), loop).result(60)
+        deadline = time.monotonic() + 30
+        while threading.active_count() > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        print([thread.name for thread in threading.enumerate()])
+        """,
+    )
+    out, err = process.communicate(timeout=120)
+    assert (out, err, process.returncode) == ("['MainThread']\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        np.array([5, 6, 7]),
+        list(np.array([5, 6, 7])),
+        [list(np.array([5, 6, 7]))],
+        [np.array([5, 6, 7], dtype=np.uint16)],
+        [tuple(torch.tensor([5, 6, 7]))],
+        [torch.tensor([5, 6, 7])],
+        [range(5, 8)],
+    ],
+)
+def test_token_ids_come_as_numbers_of_any_library(llm: LLM, prompts: Any) -> None:
+    (expected,), (got,) = llm.prefill([[5, 6, 7]]), llm.prefill(prompts)
+    assert got.token_ids == expected.token_ids
+    assert got.num_prompt_tokens == 3
+
+
+@pytest.mark.parametrize("token", [1.0, np.float32(1), True, np.True_, np.array([1, 2]), "1", None])
+def test_token_ids_that_are_no_whole_numbers_are_refused(llm: LLM, token: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.prefill([[5, token]])

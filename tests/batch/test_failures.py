@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from wavepp.actors.executors import torch_executor
 from wavepp.actors.local import LocalPipeline
 from wavepp.actors.ports import Carry, StageExecutor, StageOutput
 from wavepp.batch.runner import BatchRun, Tally
+from wavepp.cache.types import Effect
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts, StageWork
 from wavepp.engine import Engine
 from wavepp.errors import EngineDeadError
+from wavepp.models.loader import INDEX_NAME
 from wavepp.requests import EngineStats
 
 POISON, SLEEP = 400, 401
@@ -39,6 +45,9 @@ class FragileExecutor:
     @property
     def facts(self) -> StageFacts:
         return self._inner.facts
+
+    def materialize(self, effects: Sequence[Effect]) -> None:
+        self._inner.materialize(effects)
 
     def forward(self, work: StageWork, carry: Carry | None) -> StageOutput:
         tokens = [token for span in work.spans for token in span.token_ids]
@@ -108,3 +117,32 @@ async def test_pipeline_that_dies_leaves_whole_lines_to_resume(
         assert (await run.run(healthy, Silence())).tally.done == 5
     assert target.read_bytes().startswith(kept)
     assert target.read_bytes().count(b"\n") == 5
+
+
+def with_a_token_of_nans(folder: Path, copy: Path) -> Path:
+    """The same checkpoint, but what follows token POISON is not a number."""
+    shutil.copytree(folder, copy)
+    name = "model.embed_tokens.weight"
+    file = copy / json.loads((copy / INDEX_NAME).read_text())["weight_map"][name]
+    tensors = load_file(file)
+    tensors[name][POISON] = float("nan")
+    save_file(tensors, file)
+    return copy
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"logprobs": 2}, {"prompt_logprobs": 1, "max_tokens": 0}, {"temperature": 1.0}]
+)
+async def test_numbers_that_are_not_finite_are_an_error_of_that_line_alone(
+    tiny_llama: Path, tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    model = with_a_token_of_nans(tiny_llama, tmp_path / "model")
+    prompts = [[5] * 20, [5, POISON] * 20, [6] * 40, [7, POISON, 8], [9]]
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text("".join(json.dumps({"prompt": p, **asked}) + "\n" for p in prompts))
+    made = config(model).model_copy(update={"max_num_seqs": 8, "max_num_batched_tokens": 16})
+    async with Engine(made) as engine:
+        await BatchRun(made, str(source), str(target)).run(engine, Silence())
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [a["response"]["status_code"] for a in answers] == [200, 500, 200, 500, 200]
+    assert all("not finite" in answers[at]["error"]["message"] for at in (1, 3))

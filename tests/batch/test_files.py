@@ -12,8 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wavepp.batch import files
-from wavepp.batch.files import LineReader, OutputFile, count_lines
+from wavepp.batch.files import LineReader, OutputFile, count_lines, take_up
+from wavepp.batch.parse import line_id
 from wavepp.errors import ConfigError, WavePPError
+
+LINES = [(1, b"one"), (2, b"two")]
 
 
 @pytest.fixture
@@ -122,3 +125,33 @@ def test_output_is_cut_to_what_is_kept_and_has_one_writer(tmp_path: Path) -> Non
     assert path.read_bytes() == b"kept\nnew\n"
     OutputFile(str(path)).open().close()
     assert path.read_bytes() == b""
+
+
+def test_devices_and_pipes_are_shared(tmp_path: Path) -> None:
+    for path in ("/dev/null", "/dev/full"):
+        first, second = OutputFile(path).open(), OutputFile(path).open()
+        first.close()
+        second.close()
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@given(size=st.integers(min_value=1, max_value=60))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_only_a_torn_answer_is_dropped(tmp_path: Path, kept: int, size: int) -> None:
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"one\ntwo\n")
+    answers = [f'{{"id": "{line_id(n, raw)}", "error": 1}}'.encode() for n, raw in LINES]
+    whole = b"".join(answer + b"\n" for answer in answers[:kept])
+    output.write_bytes(whole + answers[kept][:size])
+    assert take_up(str(output), LineReader(str(source)), lambda *_: None).size == len(whole)
+    output.write_bytes(whole + b"my precious notes, with no line break"[:size])
+    with pytest.raises(ConfigError, match=f"line {kept + 1}: not the answer"):
+        take_up(str(output), LineReader(str(source)), lambda *_: None)
+
+
+def test_torn_line_behind_the_last_answer_is_not_ours(tmp_path: Path) -> None:
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"")
+    output.write_bytes(b"notes")
+    with pytest.raises(ConfigError, match="line 1: not the answer"):
+        take_up(str(output), LineReader(str(source)), lambda *_: None)

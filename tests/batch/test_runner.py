@@ -127,7 +127,28 @@ async def test_every_bad_line_is_answered_and_hurts_no_other(batch: Batch) -> No
     assert all(answer["error"] is None for answer in answers[1::2])
 
 
-async def test_output_cut_at_any_place_is_taken_up_to_the_same_file(batch: Batch) -> None:
+def check_same(first: bytes, second: bytes) -> None:
+    """Equal but for the last digits of log probabilities, which depend on how waves were packed."""
+
+    def parts(output: bytes) -> tuple[list[Any], list[float]]:
+        floats: list[float] = []
+
+        def take(text: str) -> None:
+            floats.append(float(text))
+
+        return [json.loads(line, parse_float=take) for line in output.splitlines()], floats
+
+    (lines, logprobs), (other_lines, other_logprobs) = parts(first), parts(second)
+    assert lines == other_lines
+    assert logprobs == pytest.approx(other_logprobs, abs=2e-3)
+
+
+async def test_output_cut_at_any_place_is_taken_up_to_the_same_file(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    """Without reuse, for usage says how much of a prompt was found in the cache."""
+    options = {"pipeline_parallel_size": 2, "max_num_batched_tokens": 64}
+    batch = Batch(tmp_path, tiny_llama, **options, enable_prefix_caching=False)
     batch.ask(MIXED)
     async with Engine(batch.config) as engine:
         await batch.run(engine)
@@ -145,7 +166,27 @@ async def test_output_cut_at_any_place_is_taken_up_to_the_same_file(batch: Batch
                 plan.finish_without_engine()
             else:
                 await plan.run(engine, Silence())
-            assert batch.output.read_bytes() == whole, place
+            again, kept = batch.output.read_bytes(), max([0, *(e for e in ends if e <= place)])
+            assert again[:kept] == whole[:kept], place
+            check_same(again, whole)
+
+
+async def test_batch_taken_up_with_reuse_gives_the_same_answers(batch: Batch) -> None:
+    """A warm cache changes the cached tokens in usage, and no answer."""
+    batch.ask([{"prompt": f"{'the same long start ' * 20}{end}"} for end in range(8)])
+    async with Engine(batch.config) as engine:
+        await batch.run(engine)
+        whole = batch.output.read_bytes()
+        expected = batch.answers()
+        kept = whole[: whole.index(b"\n", len(whole) // 2) + 1]
+        batch.output.write_bytes(whole[: len(kept) + 100])
+        report = await batch.run(engine, resume=True)
+    assert batch.output.read_bytes().startswith(kept)
+    assert 0 < report.tally.cached_tokens < report.tally.input_tokens
+    for answer, other in zip(batch.answers(), expected, strict=True):
+        bodies = (answer["response"]["body"], other["response"]["body"])
+        assert bodies[0]["choices"] == bodies[1]["choices"]
+        assert answer["custom_id"] == other["custom_id"]
 
 
 async def test_torn_line_after_the_last_answer_is_dropped_without_an_engine(batch: Batch) -> None:
@@ -281,3 +322,19 @@ def test_seen_ids_tell_the_second_from_the_first() -> None:
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("way", ["{name}", "../{folder}/{name}", "link"])
+@pytest.mark.parametrize(("file", "name"), [("input", "in.jsonl"), ("output", "out.jsonl")])
+def test_trace_overwrites_no_file_of_the_batch(
+    tmp_path: Path, tiny_llama: Path, file: str, name: str, way: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    trace = tmp_path / way.format(name=name, folder=tmp_path.name)
+    batch = Batch(tmp_path, tiny_llama, trace=trace)
+    batch.ask([{"prompt": "a"}])
+    before = batch.input.read_bytes()
+    with pytest.raises(ConfigError, match=f"trace .*: is the {file} file"):
+        batch.plan()
+    assert batch.input.read_bytes() == before
+    assert not batch.output.exists()

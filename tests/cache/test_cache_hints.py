@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from cache_world import B, attention, recurrent, sliding, tokens
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +38,7 @@ class CountingLock:
         self.held = False
 
 
-@given(st.integers(0, 300), st.integers(1, 300))
+@given(st.integers(0, 300), st.integers(0, 300))
 def test_gallop_finds_the_leading_keys(there: int, count: int) -> None:
     keys = [str(i).encode() for i in range(count)]
     table = dict.fromkeys(keys[:there], 1)
@@ -47,7 +50,7 @@ def test_gallop_needs_few_probes() -> None:
     for there in (0, 1, 2, 100, 1600, 3124, 3125):
         table = CountingDict.fromkeys(keys[:there], 1)
         assert _gallop(table, keys, 3125) == there
-        assert table.looks <= 2 * 12 + 3, there
+        assert table.looks <= (1 if there == 3125 else 17), there
 
 
 def test_a_key_counts_until_its_last_block_is_detached() -> None:
@@ -60,6 +63,33 @@ def test_a_key_counts_until_its_last_block_is_detached() -> None:
     assert index.counts() == {(1, 0): {b"b": 1}}
     index.remove(1, 0, [b"b"])
     assert index.counts() == {}
+
+
+BATCHES = st.lists(st.lists(st.sampled_from("abcdef").map(str.encode), max_size=8), max_size=8)
+
+
+@given(BATCHES, st.randoms(use_true_random=False))
+def test_counts_are_what_was_added_and_not_removed(batches, rng) -> None:
+    """Whatever keys collide, in one batch or with what is there."""
+    index, model = HintIndex([attention(9)], 2), Counter()
+    for batch in batches:
+        index.add(1, 0, batch)
+        model.update(batch)
+        assert index.counts().get((1, 0), {}) == dict(model)
+    held = list(model.elements())
+    rng.shuffle(held)
+    while held:
+        batch, held = held[:3], held[3:]
+        index.remove(1, 0, batch)
+        model.subtract(batch)
+        assert index.counts().get((1, 0), {}) == dict(+model)
+
+
+def test_a_block_that_was_not_added_can_not_be_removed() -> None:
+    index = HintIndex([attention(9)], 2)
+    index.add(1, 0, [b"a"])
+    with pytest.raises(AssertionError, match="not in the hint index"):
+        index.remove(1, 0, [b"a", b"a"])
 
 
 def test_the_version_grows_with_every_change_and_no_look_up() -> None:

@@ -105,3 +105,16 @@ def test_order_keeps_its_lists_short_however_often_a_path_is_used() -> None:
         order.remove(path[1:])
         order.push(path[1:])
     assert sum(len(segment.ids) for segment in order._segments) <= 4 * 5000
+
+
+def test_what_is_put_back_does_not_pile_up_in_one_segment() -> None:
+    """Many escrows that are undone give everything back, into an order that they had emptied."""
+    order, units = EvictionOrder(50_000), np.arange(50_000, dtype=np.int32)
+    for path in np.split(units, 16):
+        order.push(path)
+    taken = [order.take(3125) for _ in range(16)]
+    assert len(order) == 0
+    for victims in taken[::-1]:
+        order.restore(victims)
+    assert order.listed().tolist() == units.tolist()
+    assert max(len(segment.ids) for segment in order._segments) <= 2 * lru.SEGMENT_UNITS

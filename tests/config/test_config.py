@@ -46,6 +46,7 @@ def test_smallest_wave_is_half_a_wave_in_whole_blocks(
         ({"layer_partition": [0]}, "every stage needs at least one layer"),
         ({"min_wave_tokens": 4096}, "min_wave_tokens 4096 exceeds max_num_batched_tokens 2048"),
         ({"watchdog_s": -1.0}, "watchdog_s: "),
+        ({"threads_per_stage": 100_000}, "threads_per_stage: "),
     ],
 )
 def test_config_names_what_is_wrong(options: dict[str, Any], message: str) -> None:

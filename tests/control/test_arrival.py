@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wavepp.control.driver import DriverControl, DriverOptions
+from wavepp.control.driver import DriverControl
 from wavepp.control.facts import Arrival, Arrived
+from wavepp.control.options import DriverOptions
 from wavepp.control.work import GroupFacts, GroupKind, Sampling, StageFacts
 from wavepp.errors import ConfigError, QueueFullError, RequestError
 from wavepp.units import StageIndex
@@ -103,12 +104,12 @@ def test_stages_must_agree_on_the_block_size() -> None:
         DriverControl(facts, options)
 
 
-def test_slots_limit_lanes_not_lengths() -> None:
+def test_snapshots_limit_no_lengths() -> None:
     facts = [stage_facts(0, 2, kind="recurrent")]
     options = DriverOptions(ring_depth=2, wave_tokens_max=8, max_num_seqs=9)
     control = DriverControl(facts, options)
     assert control.limits.blocks is None
-    assert control.limits.slots is not None
+    assert control.limits.oversized_over is None
     assert control.refusal(arrival("a", [1] * 50)) is None
 
 

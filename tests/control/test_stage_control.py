@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from wavepp.control.blocks import BlockPool
+from wavepp.cache.keys import chain_keys, join_keys
+from wavepp.cache.types import RestoreSnapshot, ZeroSlot
+from wavepp.control.options import CacheOptions
 from wavepp.control.stage import StageControl
 from wavepp.control.work import ErrorRecord, GroupFacts, StageFacts
-from wavepp.errors import LocalProtocolError, RemoteProtocolError
+from wavepp.errors import RemoteProtocolError
 from wavepp.protocol.messages import (
     NO_WAVE,
     Abort,
@@ -26,6 +28,7 @@ from wavepp.protocol.messages import (
     Undo,
     WaveSchedule,
 )
+from wavepp.protocol.votes import NOTHING_ASKED, Claim, RoundAsk
 from wavepp.units import LogNumber, RequestId, StageIndex, WaveNumber
 
 A, B = RequestId("a"), RequestId("b")
@@ -45,7 +48,7 @@ class Driver:
             number = LogNumber(len(self.entries) + 1)
             self.entries.append(LogEntry(number=number, decision=decision))
 
-    def round(self, *prompts: PromptRecord) -> RoundReply:
+    def round(self, *prompts: PromptRecord, ask: RoundAsk = NOTHING_ASKED) -> RoundReply:
         self.rounds += 1
         return self.stage.handle(
             RoundMessage(
@@ -54,6 +57,7 @@ class Driver:
                 apply_to=LogNumber(len(self.entries)),
                 entries=tuple(self.entries),
                 prompts=prompts,
+                ask=ask,
             ),
             now=0.0,
         )
@@ -67,17 +71,30 @@ class Driver:
             entries=tuple(self.entries),
         )
 
-    def admit(self, name: RequestId, tokens: int) -> None:
+    def admit(self, name: RequestId, tokens: int, *, limit: int = 0) -> None:
         self.decide(Announce(request_id=name, attempt=1, num_tokens=tokens))
         self.round(prompt(name, tokens, announced=len(self.entries)))
-        self.decide(Admit(request_id=name, attempt=1, endpoint=0))
+        self.readmit(name, 1, limit=limit)
+
+    def readmit(self, name: RequestId, attempt: int, *, limit: int = 0) -> None:
+        claim = Claim(request_id=name, attempt=attempt, limit=limit)
+        (vote,) = self.round(ask=RoundAsk(claims=(claim,))).answer.votes
+        assert vote.is_committed, vote
+        self.decide(Admit(request_id=name, attempt=attempt, endpoint=vote.endpoint))
+
+    def used(self) -> dict[str, int]:
+        """Units that requests hold, by group."""
+        groups = self.stage.cache.stats().groups
+        return {group.name: group.units - group.free - group.reclaimable for group in groups}
 
 
 def prompt(name: RequestId, tokens: int, *, announced: int) -> PromptRecord:
+    token_ids = np.arange(tokens, dtype=np.int32)
     return PromptRecord(
         request_id=name,
         announced=LogNumber(announced),
-        token_ids=np.arange(tokens, dtype=np.int32),
+        token_ids=token_ids,
+        keys=join_keys(chain_keys(token_ids.tobytes(), 4)),
         max_tokens=1,
     )
 
@@ -100,7 +117,7 @@ def driver() -> Iterator[Driver]:
         max_model_len=100,
         groups=groups,
     )
-    driver = Driver(StageControl(facts))
+    driver = Driver(StageControl(facts, CacheOptions(slots=2)))
     yield driver
     driver.stage.check()
 
@@ -109,19 +126,24 @@ def run(driver: Driver, number: int, *spans: SpanPlan) -> None:
     driver.stage.finished(driver.stage.prepare(driver.wave(number, *spans)), ())
 
 
-def test_prepare_takes_blocks_as_spans_need_them(driver: Driver) -> None:
+def test_prepare_of_the_first_wave_materializes(driver: Driver) -> None:
     driver.admit(A, 10)
+    driver.round()
+    assert driver.used() == {"full": 0, "state": 0}  # promised, not taken
     first = driver.stage.prepare(driver.wave(1, span(A, 0, 6)))
-    assert driver.stage.units() == (8, 3)  # two blocks and a slot
+    assert driver.used() == {"full": 3, "state": 1}
+    assert first.work.effects == (ZeroSlot(group="state", slot=0),)
+    assert first.work.spans[0].slot == 0
     driver.stage.finished(first, ())
     second = driver.stage.prepare(driver.wave(2, span(A, 6, 4, final=True)))
     (work,) = second.work.spans
     assert work.token_ids.tolist() == [6, 7, 8, 9]
-    assert work.block_tables["full"].tolist() == [0, 1, 2]
+    assert sorted(work.block_tables["full"].tolist()) == [0, 1, 2]
     assert work.block_tables["full"][:2].tolist() == (
         first.work.spans[0].block_tables["full"].tolist()
     )
-    assert work.block_tables["state"].tolist() == [0]
+    assert list(work.block_tables) == ["full"]
+    assert second.work.effects == ()
     assert (work.sample, work.next_token_id) == (True, None)
     assert first.work.spans[0].next_token_id == 6
     assert not first.work.spans[0].sample
@@ -133,9 +155,9 @@ def test_a_free_waits_for_the_wave_it_is_fenced_by(driver: Driver) -> None:
     prepared = driver.stage.prepare(driver.wave(2, span(A, 4, 4)))
     driver.decide(Free(request_id=A, attempt=1, fence_wave=WaveNumber(2)))
     driver.round()
-    assert driver.stage.units() == (8, 3)
+    assert driver.used() == {"full": 2, "state": 0}  # its tail's snapshot is cached
     driver.stage.finished(prepared, ())
-    assert driver.stage.units() == (8, 0)
+    assert driver.used() == {"full": 0, "state": 0}
     assert driver.stage.is_idle
 
 
@@ -152,10 +174,8 @@ def test_a_wave_may_name_a_request_that_is_aborted_already(driver: Driver) -> No
 def test_an_undone_attempt_goes_and_the_next_one_starts_anew(driver: Driver) -> None:
     driver.admit(A, 4)
     run(driver, 1, span(A, 0, 3))
-    driver.decide(
-        Undo(request_id=A, attempt=1, fence_wave=WaveNumber(1)),
-        Admit(request_id=A, attempt=2, endpoint=0),
-    )
+    driver.decide(Undo(request_id=A, attempt=1, fence_wave=WaveNumber(1)))
+    driver.readmit(A, 2)
     again = SpanPlan(request_id=A, attempt=2, start=0, length=4, final=True)
     prepared = driver.stage.prepare(driver.wave(2, again))
     assert prepared.errors == ()
@@ -219,7 +239,7 @@ def test_an_admission_needs_the_tokens(driver: Driver) -> None:
         Announce(request_id=A, attempt=1, num_tokens=3),
         Admit(request_id=A, attempt=1, endpoint=0),
     )
-    with pytest.raises(RemoteProtocolError, match="a was admitted before its tokens came"):
+    with pytest.raises(RemoteProtocolError, match="voted None, the driver says Admit"):
         driver.round()
 
 
@@ -234,21 +254,99 @@ def test_an_unknown_message_is_refused(driver: Driver) -> None:
         driver.stage.handle("news", now=0.0)  # type: ignore[arg-type]
 
 
-def test_pool_takes_the_last_freed_first_and_each_once() -> None:
-    pool = BlockPool("full", 4)
-    first, second = pool.take(2), pool.take(1)
-    assert (first.tolist(), second.tolist()) == ([0, 1], [2])
-    pool.give(first)
-    assert pool.take(2).tolist() == [0, 1]
-    pool.check()
-    with pytest.raises(AssertionError):
-        pool.give(np.asarray([3], dtype=np.int32))
+def cached(driver: Driver) -> list[int]:
+    """Units in the tree, by group."""
+    return [group.cached for group in driver.stage.cache.stats().groups]
 
 
-def test_pool_refuses_more_than_it_has_and_keeps_its_sums() -> None:
-    pool = BlockPool("full", 2)
-    pool.take(1)
-    with pytest.raises(LocalProtocolError, match=r"2 units wanted .* 1 of 2 are free"):
-        pool.take(2)
-    assert pool.free == 1
-    pool.check()
+def test_a_span_is_published_after_it_was_executed(driver: Driver) -> None:
+    driver.admit(A, 10)
+    prepared = driver.stage.prepare(driver.wave(1, span(A, 0, 6)))
+    assert cached(driver) == [0, 0]
+    driver.stage.finished(prepared, ())
+    assert cached(driver) == [1, 0]  # one full block
+    run(driver, 2, span(A, 6, 4, final=True))
+    assert cached(driver) == [2, 0]
+
+
+def test_a_span_that_was_not_computed_publishes_nothing_nor_does_what_follows(
+    driver: Driver,
+) -> None:
+    driver.admit(A, 12)
+    run(driver, 1, span(A, 0, 4))
+    failure = ErrorRecord(request_id=A, stage=StageIndex(0), message="boom", guilty=True)
+    driver.stage.finished(driver.stage.prepare(driver.wave(2, span(A, 4, 4))), (failure,))
+    run(driver, 3, span(A, 8, 4, final=True))
+    assert cached(driver) == [1, 0]
+
+
+def test_next_attempt_starts_at_what_the_first_one_published(driver: Driver) -> None:
+    driver.admit(A, 10)
+    run(driver, 1, span(A, 0, 8))
+    driver.decide(Undo(request_id=A, attempt=1, fence_wave=WaveNumber(1)))
+    driver.readmit(A, 2, limit=8)
+    again = SpanPlan(request_id=A, attempt=2, start=8, length=2, final=True)
+    prepared = driver.stage.prepare(driver.wave(2, again))
+    assert prepared.errors == ()
+    (effect,) = prepared.work.effects
+    assert isinstance(effect, RestoreSnapshot)
+    driver.stage.finished(prepared, ())
+
+
+def test_snapshots_are_ordered_at_places_of_the_span(driver: Driver) -> None:
+    """At its end if that ends a block, else at a multiple of 64 from its start."""
+    driver.admit(A, 10)
+    first = driver.stage.prepare(driver.wave(1, span(A, 0, 8)))
+    (order,) = first.work.spans[0].snapshots
+    assert (order.position, order.slot) == (8, 0)
+    assert list(order.units) == ["state"]
+    driver.stage.finished(first, ())
+    second = driver.stage.prepare(driver.wave(2, span(A, 8, 2, final=True)))
+    assert second.work.spans[0].snapshots == ()
+    assert cached(driver) == [2, 1]
+
+
+class CountingLock:
+    """Counts holds; sees that they do not nest."""
+
+    holds = 0
+    is_held = False
+
+    def __enter__(self) -> None:
+        assert not self.is_held
+        self.is_held = True
+        self.holds += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.is_held = False
+
+
+def test_the_tree_lock_is_held_per_operation_and_not_while_hints_are_looked_up() -> None:
+    lock = CountingLock()
+
+    class Shard(CountingLock):
+        def __enter__(self) -> None:
+            looked_up.append(lock.is_held)
+
+    looked_up: list[bool] = []
+    group = GroupFacts(name="full", kind="attention", units=60, bytes_per_unit=8)
+    facts = StageFacts(
+        stage=StageIndex(0),
+        layers=(0, 1),
+        block_size=4,
+        vocab_size=100,
+        max_model_len=100,
+        groups=(group,),
+    )
+    shards = [Shard() for _ in range(16)]
+    stage = StageControl(facts, CacheOptions(slots=9), tree_lock=lock, shard_locks=shards)
+    driver = Driver(stage)
+    names = [RequestId(f"r{index}") for index in range(5)]
+    for name in names:
+        driver.decide(Announce(request_id=name, attempt=1, num_tokens=9))
+    driver.round(*(prompt(name, 9, announced=5) for name in names))
+    before = lock.holds
+    claims = tuple(Claim(request_id=name, attempt=1, limit=0) for name in names)
+    driver.round(ask=RoundAsk(claims=claims, hints=tuple(names)))
+    assert lock.holds - before >= len(names) + 5
+    assert looked_up == [False] * 5

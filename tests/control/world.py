@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from checksum_executor import ChecksumExecutor, assert_served
@@ -13,7 +14,7 @@ from checksum_executor import ChecksumExecutor, assert_served
 from wavepp.actors.ports import Parcel
 from wavepp.actors.stage import StageCore
 from wavepp.config import EngineConfig
-from wavepp.control.driver import DriverControl, DriverOptions
+from wavepp.control.driver import DriverControl
 from wavepp.control.facts import (
     AbortRequested,
     Arrival,
@@ -23,8 +24,10 @@ from wavepp.control.facts import (
     LaunchWave,
     RoundAnswered,
     SendRound,
+    TimerFired,
     WaveCompleted,
 )
+from wavepp.control.options import CacheOptions, DriverOptions
 from wavepp.control.work import Sampling
 from wavepp.protocol.messages import Admit, RoundMessage, RoundReply, SpanPlan, WaveSchedule
 from wavepp.requests import PrefillResult
@@ -43,21 +46,44 @@ class World:
         wave_tokens: int = 8,
         ring_depth: int = 3,
         lanes: int = 4,
+        headroom_waves: int = 0,
+        host_blocks: int = 0,
+        kinds: str = "",
+        caching: bool = True,
+        **options_more: Any,
     ) -> None:
+        """`kinds`: letters of the checksum executor, repeated over the layers."""
         config = EngineConfig(
             model="checksum",
             pipeline_parallel_size=stages,
             block_size=block_size,
             num_gpu_blocks_override=blocks,
+            max_num_seqs=lanes,
+            kv_offloading_size=float(host_blocks),
         )
         self.now = 0.0
         self.layers = stages
+        self.kinds = (kinds * stages)[:stages]
+        headroom = headroom_waves * wave_tokens
+        caches = CacheOptions(
+            slots=lanes,
+            headroom_tokens=headroom,
+            snapshot_interval=2 * block_size,
+            max_snapshots_per_path=3,
+            enable_prefix_caching=caching,
+        )
         self.cores = [
-            StageCore(ChecksumExecutor(config, stage), clock=lambda: self.now)
+            StageCore(
+                ChecksumExecutor(config, stage, kinds=self.kinds), caches, clock=lambda: self.now
+            )
             for stage in range(stages)
         ]
         options = DriverOptions(
-            ring_depth=ring_depth, wave_tokens_max=wave_tokens, max_num_seqs=lanes
+            ring_depth=ring_depth,
+            wave_tokens_max=wave_tokens,
+            max_num_seqs=lanes,
+            headroom_tokens=headroom,
+            **options_more,
         )
         self.driver = DriverControl([core.facts for core in self.cores], options)
         self.waves: list[deque[WaveSchedule]] = [deque() for _ in range(stages)]
@@ -69,17 +95,24 @@ class World:
         self.inner_ids: dict[str, RequestId] = {}  # of the latest request of that name
         self.results: dict[str, PrefillResult] = {}
         self.spans: list[SpanPlan] = []
-        self.admitted: list[tuple[int, int]] = []  # (serial, attempt)
+        self.admissions: list[Admit] = []
         self._entries_seen = 0
 
     def arrive(
-        self, user_id: str, prompt: Sequence[int], *, max_tokens: int = 1, scores: bool = False
+        self,
+        user_id: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        scores: bool = False,
+        salt: str = "",
     ) -> None:
         arrival = Arrival(
             user_id=user_id,
             token_ids=np.asarray(prompt, dtype=np.int64),
             max_tokens=max_tokens,
             sampling=Sampling(prompt_logprobs=1 if scores else None),
+            namespace=salt,
         )
         assert self.driver.refusal(arrival) is None
         self.results.pop(user_id, None)
@@ -103,7 +136,16 @@ class World:
             moves.append(self.answer_round)
         if self.parcels[-1]:
             moves.append(self.complete_wave)
+        if not moves and self.driver.next_timer is not None:
+            moves.append(self.wait)
         return moves
+
+    def wait(self) -> None:
+        """Nothing happens until the timer."""
+        timer = self.driver.next_timer
+        assert timer is not None
+        self.now = max(self.now, timer)
+        self._perform(self.driver.handle(TimerFired(), now=self.now))
 
     def deliver_round(self, stage: int) -> None:
         message = self.rounds[stage]
@@ -168,13 +210,13 @@ class World:
         self.driver.check()
         for core in self.cores:
             assert core.control.is_idle
-            assert core.control.units()[1] == 0
+            assert core.control.cache.leftovers() is None
             core.control.check()
 
     def check_result(self, user_id: str, result: PrefillResult) -> None:
         prompt, max_tokens = self.prompts[user_id]
         if result.finish_reason in ("length", "stop"):
-            assert_served(result, prompt, self.layers, max_tokens)
+            assert_served(result, prompt, self.layers, max_tokens, kinds=self.kinds)
         else:
             assert result.token_ids == ()
 
@@ -199,5 +241,9 @@ class World:
                 continue
             self._entries_seen = entry.number
             if isinstance(entry.decision, Admit):
-                serial = int(entry.decision.request_id.rpartition("#")[2])
-                self.admitted.append((serial, entry.decision.attempt))
+                self.admissions.append(entry.decision)
+
+    def first_admissions(self) -> list[int]:
+        """Serial numbers in the order in which requests were admitted for the first time."""
+        serials = [int(admit.request_id.rpartition("#")[2]) for admit in self.admissions]
+        return list(dict.fromkeys(serials))

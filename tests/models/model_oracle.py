@@ -97,7 +97,14 @@ class BarePipeline:
         for lo, hi in zip([0, *ends[:-1]], ends, strict=True):
             with CheckpointReader(folder, dtype, CPU) as weights:
                 self.stages.append(StageModel(self.spec, lo, hi, weights, ops))
-            pools = CachePools(self.spec, (lo, hi), units, block_size, CPU)
+            pools = CachePools(
+                self.spec,
+                (lo, hi),
+                units=units,
+                host_units=dict.fromkeys(units, 0),
+                block_size=block_size,
+                device=CPU,
+            )
             for pool in (pool for layer in pools.layers for pool in layer):
                 pool.fill_(float("nan"))
             self.pools.append(pools.layers)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from wavepp.models.sampling import greedy_tokens, sample_token, score_rows
+from wavepp.models.sampling import finite_rows, greedy_tokens, sample_token, score_rows
 
 LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.5, -4.0])
 
@@ -78,3 +78,9 @@ def test_equal_logits_share_the_better_rank():
     scored = score_rows(torch.tensor([[2.0, 3.0, 2.0]]), torch.tensor([2]), 0)
     assert scored.ranks.tolist() == [2]
     assert scored.top_ids.shape == (1, 0)
+
+
+def test_rows_that_overflowed_are_not_finite():
+    inf, nan = float("inf"), float("nan")
+    rows = [[0.0, 1.0], [nan, 1.0], [1.0, inf], [-inf, 1.0], [-inf, -inf], [1.0, nan]]
+    assert finite_rows(torch.tensor(rows)).tolist() == [True, False, False, True, False, False]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
+from wavepp.actors.executors import torch_executor
+from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
-from wavepp.models.check import check_model
+from wavepp.models.check import PROBLEMS_MAX, check_model
 from wavepp.models.loader import INDEX_NAME
 from wavepp.models.tiny import TINY_FAMILIES, make_tiny
 
@@ -97,10 +102,55 @@ def test_report_names_missing_weights(tiny_folder, tmp_path):
     index = json.loads((tiny_folder("llama") / INDEX_NAME).read_text())
     del index["weight_map"]["lm_head.weight"]
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
-    (problem,) = check_model(tmp_path).unsupported
+    problem, *others = check_model(tmp_path).unsupported
     assert "1 tensors are missing: lm_head.weight" in problem
+    assert all("no such file" in other or "more like these" in other for other in others)
 
 
 def test_partition_that_does_not_fit_is_refused(tiny_folder):
     with pytest.raises(ConfigError, match="layer_partition"):
         check_model(tiny_folder("llama"), 2, (4, 5))
+
+
+def cut_in_half(folder: Path, file: str) -> None:
+    (folder / file).write_bytes((folder / file).read_bytes()[:-100])
+
+
+def remove(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+
+
+def without_a_tensor(folder: Path, file: str) -> None:
+    save_file(dict(list(load_file(folder / file).items())[1:]), folder / file)
+
+
+def with_another_shape(folder: Path, file: str) -> None:
+    save_file({name: t[:1].clone() for name, t in load_file(folder / file).items()}, folder / file)
+
+
+def with_another_dtype(folder: Path, file: str) -> None:
+    save_file({name: t.char() for name, t in load_file(folder / file).items()}, folder / file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut_in_half, "damaged or incomplete"),
+        (remove, "no such file"),
+        (without_a_tensor, "can't read"),
+        (with_another_shape, "has shape"),
+        (with_another_dtype, "has dtype I8"),
+    ],
+)
+def test_report_says_what_loading_would_say(tiny_folder, tmp_path, damage, said):
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_folder("llama"), folder)
+    file = json.loads((folder / INDEX_NAME).read_text())["weight_map"]["lm_head.weight"]
+    damage(folder, file)
+    problems = check_model(folder, 2).unsupported
+    assert said in problems[0], problems
+    assert len(problems) <= PROBLEMS_MAX + 1
+    config = EngineConfig(model=folder, pipeline_parallel_size=2, num_gpu_blocks_override=1)
+    with pytest.raises(ConfigError) as failure:
+        [torch_executor(config, stage) for stage in range(2)]
+    assert str(failure.value) in problems

@@ -304,3 +304,10 @@ def test_wave_without_spans_passes(tiny_folder):
     (executor,) = build(tiny_folder("llama"))
     assert executor.forward(StageWork(wave=WaveNumber(0), spans=()), None).outputs == ()
     executor.close()
+
+
+@pytest.mark.parametrize("options", [{"num_gpu_blocks_override": 10**13}, {"block_size": 2**62}])
+def test_pool_beyond_all_memory_is_refused(tiny_folder, options):
+    config = EngineConfig(model=tiny_folder("llama"), **{"num_gpu_blocks_override": 64, **options})
+    with pytest.raises(ConfigError, match="no memory for"):
+        torch_executor(config, 0)

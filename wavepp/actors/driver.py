@@ -24,7 +24,7 @@ import numpy as np
 from wavepp.actors.ports import DataPlane, Parcel, StagesPlane
 from wavepp.actors.trace import TraceWriter
 from wavepp.config import EngineConfig
-from wavepp.control.driver import DriverControl, DriverOptions
+from wavepp.control.driver import DriverControl
 from wavepp.control.facts import (
     AbortRequested,
     Arrival,
@@ -35,12 +35,15 @@ from wavepp.control.facts import (
     LaunchWave,
     RoundAnswered,
     SendRound,
+    TimerFired,
     WaveCompleted,
 )
+from wavepp.control.options import DriverOptions
 from wavepp.control.work import Sampling
 from wavepp.errors import EngineDeadError, ProtocolError, RequestError
 from wavepp.protocol.messages import RoundMessage, WaveSchedule
 from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+from wavepp.units import RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +63,17 @@ class DriverCore:
         data: DataPlane,
         *,
         watchdog_s: float,
+        lease_alarm_s: float = 300.0,
         trace: TraceWriter | None = None,
     ) -> None:
         self.control = control
         self._stages = stages
         self._data = data
         self._watchdog_s = watchdog_s
+        self._lease_alarm_s = lease_alarm_s
+        self._alarmed_s = 0.0  # when the latest lease was asked for that an alarm was about
         self._trace = trace
+        self._waits: dict[RequestId, tuple[RequestId, int]] = {}  # as the trace was told last
         self._clock: Callable[[], float] = time.monotonic
         self._started_s = self._clock()
         self._futures: dict[str, asyncio.Future[PrefillResult]] = {}
@@ -75,6 +82,7 @@ class DriverCore:
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._wave_sizes: deque[int] = deque(maxlen=WAVE_SIZES_KEPT)
         self._dead: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._main = asyncio.create_task(self._run(), name="wavepp-driver")
 
     async def submit(self, request: PrefillRequest) -> PrefillResult:
@@ -113,9 +121,11 @@ class DriverCore:
         self.check_alive()
         stages = await self._stages.stats()
         control, counters = self.control, self.control.counters
+        leader, tally = control.leader, control.leader.books.tally
+        leases = control.lease_times()
         return EngineStats(
-            requests_waiting=control.admission.num_waiting,
-            requests_running=len(control.admission.admitted),
+            requests_waiting=control.num_live - len(leader.admitted),
+            requests_running=len(leader.admitted),
             requests_finished=counters.finished,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
@@ -125,9 +135,29 @@ class DriverCore:
             ring_occupancy=len(control.ring),
             wall_s=self._clock() - self._started_s,
             rounds=control.rounds.number,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            endpoints_lowered=tally.retries,
+            capacity_refusals=tally.no_room,
+            deferred=tally.deferred,
+            leases=len(leases),
+            lease_age_s_max=self._clock() - min(leases) if leases else 0.0,
             stages=stages,
             wave_tokens=tuple(self._wave_sizes),
         )
+
+    async def reset_prefix_cache(self, stage: int | None) -> bool:
+        """As EngineBackend.reset_prefix_cache. What has ended by now is no longer in use: the
+        stages hear of it first."""
+        log = self.control.log
+        number, deadline = log.last, self._clock() + DRAIN_S_MAX
+        while log.acked_min < number:
+            self.check_alive()
+            if self._clock() > deadline:
+                break
+            await asyncio.sleep(0.002)
+        self.check_alive()
+        return await self._stages.reset(stage)
 
     async def close(self) -> None:
         """Aborts what is left, lets waves in flight run out (for a while), and stops all tasks."""
@@ -138,6 +168,8 @@ class DriverCore:
                 self.control.check()
         finally:
             self._main.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._main
             self._die("the engine is closed")
@@ -199,7 +231,8 @@ class DriverCore:
     async def _watch(self) -> NoReturn:
         """Ends the pipeline when something is out and nothing has come back for `watchdog_s`."""
         while True:
-            await asyncio.sleep(min(self._watchdog_s / 4, WATCH_S_MAX))
+            await asyncio.sleep(min(self._watchdog_s / 4, self._lease_alarm_s / 4, WATCH_S_MAX))
+            self._look_for_old_leases()
             silent_s = self._clock() - self.control.progress_s
             if self.control.is_busy and silent_s > self._watchdog_s:
                 logger.error("no progress for %.1f s; stacks:\n%s", silent_s, await self._dump())
@@ -209,6 +242,20 @@ class DriverCore:
                     f"waves {waves} in the ring, round {self.control.rounds.number} "
                     f"{'out' if self.control.rounds.is_out else 'answered'}"
                 )
+
+    def _look_for_old_leases(self) -> None:
+        """Leases have no expiry by time; one that is held long is told, once."""
+        now = self._clock()
+        asked_s = [s for s in self.control.lease_times() if s > self._alarmed_s]
+        old_s = [s for s in asked_s if now - s > self._lease_alarm_s]
+        if old_s:
+            self._alarmed_s = max(old_s)
+            logger.warning(
+                "%d leases are older than lease_alarm_s %g; the oldest: %.1f s",
+                len(old_s),
+                self._lease_alarm_s,
+                now - min(old_s),
+            )
 
     async def _dump(self) -> str:
         try:
@@ -244,8 +291,28 @@ class DriverCore:
         if self._trace is not None:
             self._trace.write("fact", now, fact)
             self._trace.write("effects", now, effects)
+            self._trace_waits(self._trace, now)
         for effect in effects:
             self._perform(effect)
+        self._set_timer(now)
+
+    def _trace_waits(self, trace: TraceWriter, now: float) -> None:
+        """Who waits for a prefix that another computes, when that changed: no message says so."""
+        near = self.control.leader.books.near()
+        waits = {r.request_id: (r.wait.donor, r.wait.target) for r in near if r.wait.donor}
+        if waits != self._waits:
+            self._waits = waits
+            trace.write("waits", now, waits)
+
+    def _set_timer(self, now: float) -> None:
+        """Wakes the control when something may be due though nothing has come."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self.control.next_timer
+        if due_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(due_s - now, 0.0), self._feed, TimerFired())
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -280,10 +347,15 @@ def driver_options(config: EngineConfig) -> DriverOptions:
     return DriverOptions(
         ring_depth=config.ring_waves,
         wave_tokens_max=config.max_num_batched_tokens,
+        wave_tokens_min=config.wave_tokens_min,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
+        headroom_tokens=config.headroom_tokens,
+        agreement=config.agreement,
+        defer_shared_prefix=config.defer_shared_prefix and config.enable_prefix_caching,
+        defer_max_s=config.defer_max_ms / 1000.0,
     )
 
 

@@ -7,6 +7,7 @@ run on a GPU.)
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -19,21 +20,31 @@ import xxhash
 from torch import Tensor
 
 from wavepp.actors.ports import Carry, StageExecutor, StageOutput
+from wavepp.cache.types import BringBack, Effect, Offload
 from wavepp.config import EngineConfig
 from wavepp.control.work import GroupFacts, SpanOutput, SpanWork, StageFacts, StageWork
 from wavepp.errors import ConfigError
 from wavepp.kernels.select import compute_dtype, select_ops
 from wavepp.kernels.wave import GroupWindow, Span, build_wave
-from wavepp.models.cache_pools import CachePools, pool_units
+from wavepp.models.cache_pools import CachePools, host_pool_units, pool_units
 from wavepp.models.config import read_model_spec
 from wavepp.models.loader import CheckpointReader, DummyWeights
 from wavepp.models.partition import stage_layers
-from wavepp.models.sampling import ScoredRows, greedy_tokens, sample_token, score_rows
+from wavepp.models.sampling import (
+    ScoredRows,
+    finite_rows,
+    greedy_tokens,
+    sample_token,
+    score_rows,
+)
 from wavepp.models.spec import ModelSpec
 from wavepp.models.stage import TORCH_DTYPES, Activations, StageModel
 from wavepp.requests import PositionLogprobs, TokenLogprob
 from wavepp.units import StageIndex
 
+NOT_FINITE = (
+    "the logits are not finite numbers: the weights are damaged, or dtype is too narrow for them"
+)
 WIDENED_MEMORY_SHARE = 0.5  # of free memory that weights widened to float32 may take
 
 
@@ -60,8 +71,14 @@ class TorchExecutor:
         self._model = _load(config, spec, (lo, hi), self._device)
         self._groups = [GroupWindow(name=g.name, window=g.window) for g in spec.groups_in(lo, hi)]
         groups = _group_facts(config, spec, (lo, hi), max_model_len)
-        units = {group.name: group.units for group in groups}
-        self._pools = CachePools(spec, (lo, hi), units, config.block_size, self._device)
+        self._pools = CachePools(
+            spec,
+            (lo, hi),
+            units={group.name: group.units for group in groups},
+            host_units={group.name: group.host_units for group in groups},
+            block_size=config.block_size,
+            device=self._device,
+        )
         self._outputs = _OutputMaker(self._model, config.seed) if self._model.is_last else None
         self._facts = StageFacts(
             stage=StageIndex(stage),
@@ -78,6 +95,19 @@ class TorchExecutor:
     def facts(self) -> StageFacts:
         """Topology and capacity of this stage; constant."""
         return self._facts
+
+    @torch.inference_mode()
+    def materialize(self, effects: Sequence[Effect]) -> None:
+        """Moves blocks between device and host, in this order."""
+        self._set_threads()
+        for effect in effects:
+            match effect:
+                case Offload(group=group, device=device, host=host):
+                    self._pools.offload(group, device, host)
+                case BringBack(group=group, host=host, device=device):
+                    self._pools.bring_back(group, host, device)
+                case _:  # the families here have no recurrent layers, so no working slots
+                    raise TypeError(effect)
 
     @torch.inference_mode()
     def forward(self, work: StageWork, carry: Carry | None) -> StageOutput:
@@ -143,9 +173,15 @@ def _group_facts(
     groups = spec.groups_in(lo, hi)
     sizes = {g.name: spec.cache_bytes(g.name, lo, hi) * config.block_size for g in groups}
     units = pool_units(config, sum(sizes.values()), max_model_len)
+    host_units = host_pool_units(config, sum(sizes.values()))
     return tuple(
         GroupFacts(
-            name=g.name, kind=g.kind, units=units, bytes_per_unit=sizes[g.name], window=g.window
+            name=g.name,
+            kind=g.kind,
+            units=units,
+            bytes_per_unit=sizes[g.name],
+            window=g.window,
+            host_units=host_units,
         )
         for g in groups
     )
@@ -166,6 +202,9 @@ def _load(
         return StageModel(spec, lo, hi, weights, ops)
 
 
+Sample = tuple[int | None, PositionLogprobs | None]
+
+
 class _OutputMaker:
     """Turns the last layer's rows into span outputs.
 
@@ -183,32 +222,28 @@ class _OutputMaker:
         sampled = self._sample([(s, int(end) - 1) for s, end in zip(spans, ends, strict=True)], x)
         outputs = []
         for index, (span, end) in enumerate(zip(spans, ends, strict=True)):
-            token_id, logprobs = sampled.get(index, (None, None))
+            sample = sampled.get(index, (None, None))
             scores: tuple[PositionLogprobs, ...] = ()
             if span.sampling.prompt_logprobs is not None:
                 scores = self._score_prompt(span, x[int(end) - span.length : int(end)])
-            outputs.append(
-                SpanOutput(
-                    request_id=span.request_id,
-                    token_id=token_id,
-                    logprobs=logprobs,
-                    prompt_logprobs=scores,
-                )
-            )
+            outputs.append(_span_output(span, sample, scores))
         return tuple(outputs)
 
-    def _sample(
-        self, lasts: Sequence[tuple[SpanWork, int]], x: Tensor
-    ) -> dict[int, tuple[int, PositionLogprobs | None]]:
-        """Span index -> token and its log probabilities, for spans that sample."""
+    def _sample(self, lasts: Sequence[tuple[SpanWork, int]], x: Tensor) -> dict[int, Sample | None]:
+        """Span index -> token and its log probabilities, for spans that sample; None: the logits
+        are of no use.
+        """
         asking = [index for index, (span, _) in enumerate(lasts) if span.sample]
-        results: dict[int, tuple[int, PositionLogprobs | None]] = {}
+        results: dict[int, Sample | None] = {}
         for part in _tiles(len(asking), self._model.logit_rows_max):
             indices = asking[part]
             rows = torch.tensor([lasts[i][1] for i in indices], device=x.device)
             logits = self._model.logits(x.index_select(0, rows))
-            likeliest = greedy_tokens(logits).tolist()
+            likeliest, usable = greedy_tokens(logits).tolist(), finite_rows(logits).tolist()
             for at, index in enumerate(indices):
+                if not usable[at]:
+                    results[index] = None
+                    continue
                 span = lasts[index][0]
                 token_id = self._choose(span, logits[at], likeliest[at])
                 results[index] = (token_id, _logprobs(span, logits[at : at + 1], token_id))
@@ -236,6 +271,18 @@ class _OutputMaker:
             scored = score_rows(self._model.logits(x[part]), token_ids, top)
             scores.extend(_positions(scored, following[part]))
         return tuple(scores)
+
+
+def _span_output(
+    span: SpanWork, sample: Sample | None, scores: tuple[PositionLogprobs, ...]
+) -> SpanOutput:
+    """What is said of a span; nothing but an error when its numbers are of no use."""
+    if sample is None or not all(math.isfinite(score.chosen.logprob) for score in scores):
+        return SpanOutput(request_id=span.request_id, error=NOT_FINITE)
+    token_id, logprobs = sample
+    return SpanOutput(
+        request_id=span.request_id, token_id=token_id, logprobs=logprobs, prompt_logprobs=scores
+    )
 
 
 def _tiles(count: int, size: int) -> Iterator[slice]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from wavepp.actors.driver import DriverCore, driver_options
 from wavepp.actors.ports import ExecutorFactory, Parcel
-from wavepp.actors.stage import StageCore, thread_stacks
+from wavepp.actors.stage import StageCore, cache_options, thread_stacks
 from wavepp.actors.trace import TraceWriter
 from wavepp.config import EngineConfig
 from wavepp.control.driver import DriverControl
@@ -65,13 +65,16 @@ class LocalStage:
             logger.error("stage %d still computes and is left behind", self.index)
 
     def _run(self) -> None:
+        executor = None
         try:
             executor = self._factory(self._config, self.index)
+            core = self.core = StageCore(executor, cache_options(self._config))
         except BaseException as error:
+            if executor is not None:
+                executor.close()
             self._loop.call_soon_threadsafe(_settle, self.ready, None, error)
             return
         try:
-            core = self.core = StageCore(executor)
             self._loop.call_soon_threadsafe(_settle, self.ready, core.facts, None)
             while (schedule := self.schedules.get()) is not None:
                 prepared = core.prepare(schedule)
@@ -109,6 +112,11 @@ class LocalPlanes:
     async def stats(self) -> tuple[StageStats, ...]:
         """As StagesPlane.stats."""
         return tuple([await core.stats() for core in self._cores()])
+
+    async def reset(self, stage: int | None) -> bool:
+        """As StagesPlane.reset."""
+        cores = self._cores()
+        return all([await core.reset() for core in (cores if stage is None else [cores[stage]])])
 
     async def stacks(self) -> str:
         """As StagesPlane.stacks."""
@@ -150,7 +158,12 @@ class LocalPipeline:
             planes = LocalPlanes(self._stages)
             control = DriverControl(facts, driver_options(self._config))
             self._driver = DriverCore(
-                control, planes, planes, watchdog_s=self._config.watchdog_s, trace=trace
+                control,
+                planes,
+                planes,
+                watchdog_s=self._config.watchdog_s,
+                lease_alarm_s=self._config.lease_alarm_s,
+                trace=trace,
             )
         except BaseException:
             await self.close()
@@ -168,6 +181,10 @@ class LocalPipeline:
     async def stats(self) -> EngineStats:
         """As EngineBackend.stats."""
         return await self._running().stats()
+
+    async def reset_prefix_cache(self, stage: int | None = None) -> bool:
+        """As EngineBackend.reset_prefix_cache."""
+        return await self._running().reset_prefix_cache(stage)
 
     async def check_health(self) -> None:
         """As EngineBackend.check_health."""

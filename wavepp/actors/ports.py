@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from wavepp.cache.types import Effect
 from wavepp.config import EngineConfig
 from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts, StageWork
 from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSchedule
@@ -38,6 +39,14 @@ class StageExecutor(Protocol):
     @property
     def facts(self) -> StageFacts:
         """Topology and capacity of this stage; constant."""
+        ...
+
+    def materialize(self, effects: Sequence[Effect]) -> None:
+        """Copies cache content between tiers and into working slots, in this order. Called before
+        the wave whose `StageWork.effects` these are, also when none of its spans is computed.
+
+        What it raises is fatal: the cache would not hold what it is said to.
+        """
         ...
 
     def forward(self, work: StageWork, carry: Carry | None) -> StageOutput:
@@ -110,6 +119,10 @@ class StagesPlane(Protocol):
         """One snapshot a stage."""
         ...
 
+    async def reset(self, stage: int | None) -> bool:
+        """Drops what one stage (None: every stage) caches and no request uses. True: all of it."""
+        ...
+
     async def stacks(self) -> str:
         """What every stage's threads are doing, as text, as far as stages answer."""
         ...
@@ -163,6 +176,11 @@ class EngineBackend(Protocol):
 
     async def stats(self) -> EngineStats:
         """One snapshot."""
+        ...
+
+    async def reset_prefix_cache(self, stage: int | None = None) -> bool:
+        """Drops cached prefixes on one stage (None: on all) that no request uses. False: some are
+        in use and stay."""
         ...
 
     async def check_health(self) -> None:

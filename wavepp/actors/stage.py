@@ -1,7 +1,9 @@
 """StageCore: one stage's two sides around StageControl and an executor.
 
 Owns: the tree lock, the order of a wave's steps, the turning of failures into records, timings. May
-not: decide (StageControl), compute (the executor), know how messages travel.
+not: decide (StageControl), compute (the executor), know how messages travel. StageControl takes the
+lock it is given once an operation (a claim, a decision, a span), so neither side waits for a whole
+round or wave of the other.
 
     WAVE (the actor's event loop)            LOOP (the data plane's one thread)
     round, stats, stacks                     prepare, forward
@@ -14,6 +16,7 @@ activations, later stages skip those spans and still do their bookkeeping for th
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -23,12 +26,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from wavepp.actors.ports import Parcel, StageExecutor, StageOutput, StageReport
+from wavepp.config import EngineConfig
+from wavepp.control.options import CacheOptions, cache_config
 from wavepp.control.stage import PreparedWave, StageControl
 from wavepp.control.work import ErrorRecord, StageFacts, StageWork
 from wavepp.errors import ProtocolError
 from wavepp.protocol.messages import RoundMessage, RoundReply, WaveSchedule
 from wavepp.requests import StageStats
 from wavepp.units import RequestId
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +47,23 @@ class Prepared:
     fatal: str | None
     from_s: float
     done_s: float
+
+
+class TreeLock:
+    """A mutex that knows the longest time it was held, in seconds. Not reentrant."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_s = 0.0
+        self.hold_max_s = 0.0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._since_s = time.perf_counter()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.hold_max_s = max(self.hold_max_s, time.perf_counter() - self._since_s)
+        self._lock.release()
 
 
 @dataclass(slots=True)
@@ -59,15 +83,23 @@ class StageCore:
     def __init__(
         self,
         executor: StageExecutor,
+        options: CacheOptions,
         *,
         epoch: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.executor = executor
         self.facts: StageFacts = executor.facts
-        self.control = StageControl(executor.facts, epoch=epoch)
-        self.tree_lock = threading.Lock()
-        self.lock_hold_max_s = 0.0
+        self.tree_lock = TreeLock()
+        shards = cache_config(executor.facts, options).hint_shards
+        self.control = StageControl(
+            executor.facts,
+            options,
+            epoch=epoch,
+            tree_lock=self.tree_lock,
+            shard_locks=[threading.Lock() for _ in range(shards)],
+        )
+        self._violations = 0
         self._clock = clock
         self._times = LoopTimes()
         self._last_done_s = clock()
@@ -81,21 +113,24 @@ class StageCore:
         Raises:
             ProtocolError: the protocol was broken; this stage runs no more waves.
         """
-        with self.tree_lock:
-            now = self._clock()
-            try:
-                reply = self.control.handle(message, now=now)
-            except (ProtocolError, AssertionError) as error:
-                self._fatal = _describe(error)
-                raise
-            self._held_since(now)
+        try:
+            reply = self.control.handle(message, now=self._clock())
+        except (ProtocolError, AssertionError) as error:
+            self._fatal = _describe(error)
+            raise
+        self._report_violations()
         return reply
+
+    async def reset(self) -> bool:
+        """Drops all cached content that no request uses. True: nothing is cached any more."""
+        return self.control.reset()
 
     async def stats(self) -> StageStats:
         """One snapshot."""
         with self.tree_lock:
-            total, used = self.control.units()
+            cache = self.control.cache.stats()
             times = replace(self._times)
+        groups = cache.groups
         return StageStats(
             stage=self.facts.stage,
             layers=self.facts.layers,
@@ -106,8 +141,20 @@ class StageCore:
                 "materialize": times.materialize_s,
             },
             waves=times.waves,
-            blocks_total=total,
-            blocks_used=used,
+            blocks_total=sum(group.units for group in groups),
+            blocks_used=sum(group.units - group.free - group.reclaimable for group in groups),
+            blocks_cached=sum(group.cached for group in groups),
+            host_blocks_total=sum(group.host_units for group in groups),
+            host_blocks_cached=sum(group.host_cached for group in groups),
+            leases=cache.leases,
+            escrows=cache.escrows,
+            escrow_blocks=sum(group.reserved for group in groups),
+            evicted=cache.evicted,
+            offloaded=cache.offloaded,
+            brought_back=cache.brought_back,
+            victims_substituted=cache.substituted,
+            lock_hold_max_s=self.tree_lock.hold_max_s,
+            invariant_violations=self.control.violations,
             pid=os.getpid(),
         )
 
@@ -123,9 +170,11 @@ class StageCore:
         wave: PreparedWave | None = None
         if self._fatal is None:
             try:
-                wave = self._prepare_locked(schedule)
-            except (ProtocolError, AssertionError) as error:
-                self._fatal = _describe(error)
+                wave = self.control.prepare(schedule)
+                if wave.work.effects:
+                    self.executor.materialize(wave.work.effects)
+            except Exception as error:
+                wave, self._fatal = None, _describe(error)
         return Prepared(
             schedule=schedule,
             wave=wave,
@@ -144,7 +193,7 @@ class StageCore:
             return Parcel(wave=before.wave, reports=before.reports, fatal=fatal)
         output, computed, failures = self._compute(prepared.wave, before, first=parcel is None)
         try:
-            report = self._finish_locked(prepared, failures, from_s)
+            report = self._finish(prepared, failures, from_s)
         except (ProtocolError, AssertionError) as error:
             self._fatal = _describe(error)
             return Parcel(wave=before.wave, reports=before.reports, fatal=self._fatal)
@@ -157,13 +206,6 @@ class StageCore:
             errors=failures,
             reports=(*before.reports, report),
         )
-
-    def _prepare_locked(self, schedule: WaveSchedule) -> PreparedWave:
-        with self.tree_lock:
-            now = self._clock()
-            wave = self.control.prepare(schedule)
-            self._held_since(now)
-        return wave
 
     def _compute(
         self, wave: PreparedWave, before: Parcel, *, first: bool
@@ -183,18 +225,32 @@ class StageCore:
         if not spans:
             return StageOutput(), nothing, failures
         try:
-            return self.executor.forward(work, before.carry), work, failures
+            output = self.executor.forward(work, before.carry)
         except Exception as error:
             lost = self._lost(work, failed, _describe(error), guilty=len(spans) == 1)
             return StageOutput(), nothing, _merge(failures, lost)
+        return output, work, _merge(failures, self._unanswered(output))
 
-    def _finish_locked(
+    def _unanswered(self, output: StageOutput) -> tuple[ErrorRecord, ...]:
+        """Records for the spans whose outputs are errors."""
+        return tuple(
+            ErrorRecord(
+                request_id=span.request_id,
+                stage=self.control.stage,
+                message=span.error,
+                guilty=True,
+            )
+            for span in output.outputs
+            if span.error is not None
+        )
+
+    def _finish(
         self, prepared: Prepared, failures: Collection[ErrorRecord], forward_from_s: float
     ) -> StageReport:
         assert prepared.wave is not None
+        ack = self.control.finished(prepared.wave, failures)
         with self.tree_lock:
             now = self._clock()
-            ack = self.control.finished(prepared.wave, failures)
             times = self._times
             times.no_wave_s += prepared.from_s - self._last_done_s
             times.materialize_s += prepared.done_s - prepared.from_s
@@ -202,7 +258,7 @@ class StageCore:
             times.busy_s += now - forward_from_s
             times.waves += 1
             self._last_done_s = now
-            self._held_since(now)
+        self._report_violations()
         return StageReport(
             ack=ack,
             prepare_from_s=prepared.from_s,
@@ -226,8 +282,22 @@ class StageCore:
             if span.request_id not in failed
         )
 
-    def _held_since(self, start_s: float) -> None:
-        self.lock_hold_max_s = max(self.lock_hold_max_s, self._clock() - start_s)
+    def _report_violations(self) -> None:
+        """An idle stage that holds something is a bug, counted and told, not a reason to stop."""
+        if self.control.violations != self._violations:
+            self._violations = self.control.violations
+            logger.error("broken invariant: %s", self.control.violation)
+
+
+def cache_options(config: EngineConfig) -> CacheOptions:
+    """The part of the configuration that a stage caches by."""
+    return CacheOptions(
+        slots=config.max_num_seqs,
+        headroom_tokens=config.headroom_tokens,
+        snapshot_interval=config.snapshot_interval,
+        max_snapshots_per_path=config.max_snapshots_per_path,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
 
 
 def thread_stacks() -> str:

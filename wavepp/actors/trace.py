@@ -47,7 +47,8 @@ class TraceWriter:
 def plain(value: object) -> Any:
     """JSON-ready form: dataclasses as {"type": name, fields...}, arrays as {"len": n}."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        named = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        fields = {name: plain(len_only(name, item)) for name, item in named}
         return {"type": type(value).__name__, **fields}
     if isinstance(value, np.ndarray):
         return {"len": len(value)}
@@ -60,3 +61,10 @@ def plain(value: object) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return type(value).__name__
+
+
+def len_only(name: str, value: object) -> object:
+    """A field's value; scores of a prompt name its tokens, so of those, too, only the length."""
+    if name == "prompt_logprobs" and isinstance(value, tuple):
+        return {"len": len(value)}
+    return value

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from wavepp.batch.parse import LINE_BYTES_MAX, line_id
+from wavepp.batch.parse import ANSWER_START, LINE_BYTES_MAX, answer_start, line_id
 from wavepp.errors import ConfigError, WavePPError
 
 PIPE = "-"
@@ -129,8 +129,13 @@ def count_lines(path: str) -> int | None:
     """How many lines of a file are not blank; None for what is not a file."""
     if path == PIPE or not Path(path).is_file():
         return None
-    with open(path, "rb") as file:
-        return sum(1 for line in file if line.strip())
+    reader, count = LineReader(path), 0
+    try:
+        while batch := reader.next_batch():
+            count += len(batch)
+    finally:
+        reader.close()
+    return count
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,6 +164,7 @@ def take_up(output: str, reader: LineReader, seen: Callable[[int, bytes], object
     with open(output, "rb") as file:
         for place, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):
+                _check_torn(output, place, raw, reader.peek())
                 break
             asked = reader.next_line()
             if asked is None:
@@ -171,6 +177,17 @@ def take_up(output: str, reader: LineReader, seen: Callable[[int, bytes], object
             kept.size += len(raw)
             _note(kept, answer)
     return kept
+
+
+def _check_torn(output: str, place: int, raw: bytes, asked: NumberedLine | None) -> None:
+    """Sees that a last line without its end, which is dropped, is of the answer that was due."""
+    due = ANSWER_START if asked is None else answer_start(line_id(*asked))
+    size = min(len(raw), len(due))
+    if raw[:size] != due[:size]:
+        raise ConfigError(
+            f"output {output}, line {place}: not the answer that was due there; remove the file, "
+            "or run without --resume to overwrite it"
+        )
 
 
 def _read_answer(output: str, place: int, raw: bytes) -> dict[str, Any]:
@@ -247,8 +264,8 @@ class OutputFile:
             return self
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if stat.S_ISREG(os.fstat(self._fd).st_mode):
+            if stat.S_ISREG(os.fstat(self._fd).st_mode):  # devices and pipes may be shared
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.ftruncate(self._fd, self.keep)
                 os.lseek(self._fd, self.keep, os.SEEK_SET)
         except BlockingIOError:

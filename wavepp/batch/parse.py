@@ -25,6 +25,7 @@ from wavepp.validation import nearest, shown
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
+ANSWER_START = b'{"id": "'
 LINE_BYTES_MAX = 64 * 2**20
 
 
@@ -76,6 +77,11 @@ class Line:
 def line_id(number: int, raw: bytes) -> str:
     """The id of a line: the same for the same bytes at the same place."""
     return f"batch_req_{number}_{xxhash.xxh3_64_hexdigest(raw)}"
+
+
+def answer_start(id_of_line: str) -> bytes:
+    """How the output line with that id begins."""
+    return ANSWER_START + f'{id_of_line}", '.encode()
 
 
 def parse_line(number: int, raw: bytes) -> Line:

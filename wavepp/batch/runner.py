@@ -110,6 +110,8 @@ class BatchRun:
         self._reader = LineReader(source)
         if target != PIPE and self._reader.same_file(target):
             raise ConfigError(f"output {target}: is the input file")
+        if config.trace is not None:
+            _check_trace(config.trace, self._reader, target)
         self._output = OutputFile(target)
         self._output.check()
         kept = take_up(target, self._reader, self._note_seen) if resume else Kept()
@@ -233,6 +235,14 @@ class BatchRun:
         while True:
             progress.update(self.tally, await engine.stats())
             await asyncio.sleep(0.5)
+
+
+def _check_trace(trace: str, reader: LineReader, target: str) -> None:
+    """Sees that the trace overwrites neither the input nor the answers."""
+    if reader.same_file(trace):
+        raise ConfigError(f"trace {trace}: is the input file")
+    if target != PIPE and Path(trace).resolve() == Path(target).resolve():
+        raise ConfigError(f"trace {trace}: is the output file")
 
 
 async def _requests(engine: Engine, line: Line, question: Question) -> list[PrefillRequest]:

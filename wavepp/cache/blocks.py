@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from wavepp.cache.lru import EMPTY, EvictionOrder
-from wavepp.cache.types import BoolArray, GroupSpec, Int32Array
+from wavepp.cache.lru import EMPTY, EvictionOrder, IndexArray, as_index
+from wavepp.cache.types import BoolArray, GroupSpec, Int32Array, IntArray
 
 
 class BlockPool:
@@ -27,13 +27,14 @@ class BlockPool:
 
     def __init__(self, spec: GroupSpec) -> None:
         total = spec.units + spec.host_units
+        # Filled, not taken as zeros: whoever touched their pages first would pay, under the mutex.
         self.spec = spec
         self.units = spec.units
-        self.pins: Int32Array = np.zeros(total, dtype=np.int32)
+        self.pins: Int32Array = np.full(total, 0, dtype=np.int32)
         self.owner: Int32Array = np.full(
             total, -1, dtype=np.int32
         )  # tree node, -1: not in the tree
-        self.depth: Int32Array = np.zeros(total, dtype=np.int32)  # blocks before it on its path
+        self.depth: Int32Array = np.full(total, 0, dtype=np.int32)  # blocks before it on its path
         self.victim: BoolArray = np.zeros(total, dtype=np.bool_)
         self.keep: BoolArray = np.zeros(
             total, dtype=np.bool_
@@ -66,7 +67,7 @@ class BlockPool:
     def fresh(self, ids: Int32Array) -> BoolArray:
         """Which of ids (-1 allowed) a pin would take out of `available`."""
         mask: BoolArray = (ids >= 0) & (ids < self.units)
-        mask &= self.pins[ids] == 0
+        mask &= self.pins[as_index(ids)] == 0
         return mask
 
     # -- pins ------------------------------------------------------------------------------------
@@ -75,46 +76,57 @@ class BlockPool:
         """One more owner for each cached unit. Ids are distinct."""
         if not len(ids):
             return
-        idle = ids[self.pins[ids] == 0]
-        self.pins[ids] += 1
+        at = as_index(ids)
+        counts = self.pins[at]
+        self.pins[at] = counts + 1
+        idle = _chosen(at, counts == 0)
         if not len(idle):
             return
         marked = self.victim[idle]
         if marked.any():
             self.unclaimed -= int(np.count_nonzero(idle[marked] < self.units))
             idle = idle[~marked]
-        on_host = idle >= self.units
-        self.order.remove(idle[~on_host])
-        self.host_order.remove(idle[on_host])
+        device, host = self._by_tier(idle)
+        self.order.remove(device)
+        self.host_order.remove(host)
 
     def unpin(self, ids: Int32Array) -> None:
         """One owner less for each unit; ids are distinct and deepest first. Idle private units
         become free."""
         if not len(ids):
             return
-        self.pins[ids] -= 1
-        left = self.pins[ids]
+        at = as_index(ids)
+        left = self.pins[at] - 1
         assert left.min() >= 0, f"{self.spec.name}: a unit was unpinned more often than pinned"
-        idle = ids[left == 0]
+        self.pins[at] = left
+        idle = _chosen(at, left == 0)
         if not len(idle):
             return
         self.releases += 1
         cached = self.owner[idle] >= 0
-        self.give(idle[~cached])
-        idle = idle[cached]
+        if not cached.all():
+            self.give(idle[~cached])
+            idle = idle[cached]
         marked = self.victim[idle]
         if marked.any():
             self._unclaim(idle[marked])
             idle = idle[~marked]
-        on_host = idle >= self.units
-        self.order.push(idle[~on_host])
-        self.host_order.push(idle[on_host])
+        device, host = self._by_tier(idle)
+        self.order.push(device)
+        self.host_order.push(host)
 
-    def _unclaim(self, victims: Int32Array) -> None:
-        on_host = victims >= self.units
-        self.unclaimed += int(np.count_nonzero(~on_host))
-        self.order.stamp(victims[~on_host])
-        self.host_order.stamp(victims[on_host])
+    def _unclaim(self, victims: IndexArray) -> None:
+        device, host = self._by_tier(victims)
+        self.unclaimed += len(device)
+        self.order.stamp(device)
+        self.host_order.stamp(host)
+
+    def _by_tier(self, at: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """(device units, host units) of these, in their order."""
+        if not self.spec.host_units:
+            return at, at[:0]
+        on_host = at >= self.units
+        return at[~on_host], at[on_host]
 
     # -- free units ------------------------------------------------------------------------------
 
@@ -124,14 +136,14 @@ class BlockPool:
         self.free -= count
         return self._free[self.free : self.free + count].copy()
 
-    def give(self, ids: Int32Array) -> None:
+    def give(self, ids: IntArray) -> None:
         """Puts units that hold nothing on their free list (device or host)."""
         if not len(ids):
             return
-        assert not self.pins[ids].any(), f"{self.spec.name}: a pinned unit was freed"
-        self.keep[ids] = False
-        on_host = ids >= self.units
-        device, host = ids[~on_host], ids[on_host]
+        at = as_index(ids)
+        assert not self.pins[at].any(), f"{self.spec.name}: a pinned unit was freed"
+        self.keep[at] = False
+        device, host = self._by_tier(at)
         self._free[self.free : self.free + len(device)] = device
         self.free += len(device)
         self._host_free[self.host_free : self.host_free + len(host)] = host
@@ -147,7 +159,7 @@ class BlockPool:
     def take_victims(self, count: int) -> Int32Array:
         """Marks the next reclaimable device units; their content stays where it is."""
         victims = self.order.take(count)
-        self.victim[victims] = True
+        self.victim[as_index(victims)] = True
         self.unclaimed += len(victims)
         return victims
 
@@ -161,9 +173,10 @@ class BlockPool:
         """Unmarks victims; idle ones are back in the eviction order by their last use."""
         if not len(ids):
             return
-        assert self.victim[ids].all(), "not a victim"
-        self.victim[ids] = False
-        idle = ids[self.pins[ids] == 0]
+        at = as_index(ids)
+        assert self.victim[at].all(), "not a victim"
+        self.victim[at] = False
+        idle = _chosen(at, self.pins[at] == 0)
         self.unclaimed -= len(idle)
         self.order.restore(idle)
         self.releases += 1
@@ -208,6 +221,11 @@ class BlockPool:
             values[source] = empty
         self.keep[target] = self.keep[source]
         self.keep[source] = False
+
+
+def _chosen(at: IndexArray, mask: BoolArray) -> IndexArray:
+    """Those of `at` under the mask; itself when that is all."""
+    return at if mask.all() else at[mask]
 
 
 def joined(*lists: Int32Array) -> Int32Array:

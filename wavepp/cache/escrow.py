@@ -12,12 +12,12 @@ section on admission (capacity escrow, substitution at commit).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from wavepp.cache.blocks import BlockPool
-from wavepp.cache.lru import EMPTY
+from wavepp.cache.lru import EMPTY, as_index
 from wavepp.cache.parts import Parts
 from wavepp.cache.types import Int32Array, Refusal
 
@@ -151,8 +151,11 @@ def _plan(pool: BlockPool, hold: Hold, demand: int, freed: Int32Array) -> Plan:
     """Acquires what is missing: free units, then victims; keeps everything the hold has."""
     if not pool.spec.paged:
         return Plan(Hold(demand=demand), Hold(), EMPTY, EMPTY)
-    lost = pool.pins[hold.victims] > 0
-    lost &= ~np.isin(hold.victims, freed)
+    lost = pool.pins[as_index(hold.victims)] > 0
+    if len(freed):
+        lost &= ~np.isin(hold.victims, freed)
+    if not lost.any() and hold.free + len(hold.victims) == demand:
+        return Plan(replace(hold, demand=demand), Hold(), EMPTY, EMPTY)
     kept, destinations = hold.victims[~lost], hold.destinations[~lost]
     missing = demand - hold.free - len(kept)
     gained = _acquire(pool, max(missing, 0), freed)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from wavepp.cache.types import BoolArray, GroupSpec, Prompt, ReuseVote
 from wavepp.cache.windows import make_vote, usable
 
 Locks = Sequence[AbstractContextManager[Any]]
+
+GALLOP = 8
+"""Each probe on the way to the first miss goes so many times deeper than the one before."""
 
 
 class HintIndex:
@@ -35,7 +39,6 @@ class HintIndex:
         assert shards & (shards - 1) == 0, shards
         assert locks is None or len(locks) == shards, "one lock a shard"
         self._specs = tuple(specs)
-        self.shards = shards
         self._mask = shards - 1
         self._all_attention = bool(specs) and all(spec.kind == "attention" for spec in specs)
         self._locks = tuple(locks) if locks is not None else (nullcontext(),) * shards
@@ -54,12 +57,10 @@ class HintIndex:
             return
         table = self._tables[shard][group]
         with self._locks[shard]:
-            new = dict.fromkeys(keys, 1)
-            if len(new) == len(keys) and table.keys().isdisjoint(new):
-                table.update(new)
-            else:
-                for key in keys:
-                    table[key] = table.get(key, 0) + 1
+            known = len(table)
+            deque(map(table.setdefault, keys, repeat(1)), maxlen=0)
+            if len(table) - known != len(keys):
+                _count_again(table, keys, len(table) - known)
             self.version += 1
 
     def remove(self, shard: int, group: int, keys: Sequence[bytes]) -> None:
@@ -68,17 +69,14 @@ class HintIndex:
             return
         table = self._tables[shard][group]
         with self._locks[shard]:
-            counts = list(map(table.get, keys))
-            assert None not in counts, "a detached block was not in the hint index"
-            if counts.count(1) == len(counts):
-                deque(map(table.__delitem__, keys), maxlen=0)
-            else:
-                _decrement(table, keys)
+            counts = list(map(table.pop, keys, repeat(0)))
+            if counts.count(1) != len(counts):
+                _put_back(table, keys, counts)
             self.version += 1
 
     def probe(self, group: int, keys: Sequence[bytes], count: int) -> int:
-        """How many leading keys are there, if that is monotone: gallop to the first miss, then
-        bisect. O(log n)."""
+        """How many leading keys are there, if that is monotone: the last, or gallop to the first
+        miss, then bisect. O(log n)."""
         if not count:
             return 0
         shard = self.shard_of(keys[0])
@@ -131,16 +129,14 @@ class HintIndex:
 
 
 def _gallop(table: dict[bytes, int], keys: Sequence[bytes], count: int) -> int:
-    """Leading keys in the table: depths 1, 2, 4, ... to the first miss, then bisection.
-
-    The deepest key is tried first: whole prompts come again more often than parts of them.
-    """
-    if keys[count - 1] in table and keys[0] in table:
+    """Leading keys in the table: the last one (the usual hit is a whole one); then depths 1, 8,
+    64, ... to the first miss, and bisection. Each probe misses the near caches: few are wanted."""
+    if not count or keys[count - 1] in table:
         return count
     known, probe = 0, 1
-    while probe <= count and keys[probe - 1] in table:
-        known, probe = probe, 2 * probe
-    missed = min(probe, count + 1)
+    while probe < count and keys[probe - 1] in table:
+        known, probe = probe, GALLOP * probe
+    missed = min(probe, count)
     while missed - known > 1:
         middle = (known + missed) // 2
         if keys[middle - 1] in table:
@@ -150,10 +146,20 @@ def _gallop(table: dict[bytes, int], keys: Sequence[bytes], count: int) -> int:
     return known
 
 
-def _decrement(table: dict[bytes, int], keys: Iterable[bytes]) -> None:
+def _count_again(table: dict[bytes, int], keys: Iterable[bytes], new: int) -> None:
+    """After every key was put in where it was missing, `new` of them: counts the others."""
+    added = set(islice(reversed(table), new))
     for key in keys:
-        left = table[key] - 1
-        if left:
-            table[key] = left
+        if key in added:
+            added.discard(key)
         else:
-            del table[key]
+            table[key] += 1
+
+
+def _put_back(table: dict[bytes, int], keys: Sequence[bytes], counts: Sequence[int]) -> None:
+    """After every key was taken out (0: it was not there any more): what others still hold."""
+    left = {key: count for key, count in zip(keys, counts, strict=True) if count}
+    for key in keys:
+        assert left.get(key), "a detached block was not in the hint index"
+        left[key] -= 1
+    table.update((key, count) for key, count in left.items() if count)

@@ -9,6 +9,7 @@ Paper, section on admission (keys outside the mutex).
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -58,12 +59,27 @@ def chain_keys(
     assert len(raw) % 4 == 0, len(raw)
     step = 4 * block_size
     key = hash_bytes(ROOT + namespace)
-    keys: list[bytes] = []
-    append = keys.append
-    for start in range(0, len(raw) - step + 1, step):
-        key = hash_bytes(key + raw[start : start + step])
-        append(key)
-    return keys
+    blocks = struct.iter_unpack(f"{step}s", memoryview(raw)[: len(raw) - len(raw) % step])
+    return [key := hash_bytes(key + block) for (block,) in blocks]
+
+
+def join_keys(keys: Sequence[bytes]) -> bytes:
+    """Keys of equal length as one string, for the wire."""
+    return b"".join(keys)
+
+
+def split_keys(joined: bytes, count: int) -> list[bytes]:
+    """What `join_keys` was given.
+
+    Args:
+        count: how many keys there are.
+    """
+    if not count:
+        assert not joined, len(joined)
+        return []
+    size = len(joined) // count
+    assert size * count == len(joined), (len(joined), count)
+    return [key for (key,) in struct.iter_unpack(f"{size}s", joined)]
 
 
 def make_prompt(
@@ -87,7 +103,7 @@ def make_prompt(
     """
     assert len(tokens) > 0, "an empty prompt is refused on arrival"
     assert room_tokens >= 0, room_tokens
-    raw = np.asarray(tokens).astype("<i4").tobytes()
+    raw = np.asarray(tokens).astype("<i4", copy=False).tobytes()
     if keys is None:
         keys = chain_keys(raw, block_size, namespace, hash_bytes=hash_bytes)
     assert len(keys) == len(tokens) // block_size, (len(keys), len(tokens), block_size)

@@ -160,8 +160,9 @@ def _vote(parts: Parts, places: Int32Array, *, bounded: bool) -> ReuseVote:
     """The endpoints of a path; `bounded`: only those whose pins keep the floor invariant."""
     masks: list[BoolArray] = []
     for spec, pool, row in zip(parts.specs, parts.pools, places, strict=True):
-        mask = usable(spec, row >= 0, parts.block_size)
-        if bounded and pool.spare < len(row):
+        present = row >= 0
+        mask = usable(spec, present, parts.block_size)
+        if bounded and pool.spare < np.count_nonzero(present):
             mask = mask & within_floor(spec, pool.fresh(row), pool.spare, parts.block_size)
         masks.append(mask)
     return make_vote(parts.specs, masks, parts.block_size)

@@ -13,21 +13,32 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from wavepp.cache.types import BoolArray, Int32Array
+from wavepp.cache.types import BoolArray, Int32Array, IntArray
 from wavepp.cache.windows import Int64Array
 
+IndexArray = npt.NDArray[np.intp]
+
 SEGMENT_UNITS = 2048
+FEW_SEGMENTS = 8  # up to here a pass over all stamps for each is faster than one search
 EMPTY: Int32Array = np.empty(0, dtype=np.int32)
+
+
+def as_index(ids: IntArray) -> IndexArray:
+    """The same ids as the integers that numpy indexes with: others cost it more than twice the
+    time, at each use."""
+    return ids.astype(np.intp, copy=False)
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
     """Units with ascending stamps; `live` of them are really in the order."""
 
-    ids: Int32Array
+    ids: IndexArray
     stamps: Int64Array
     live: int
 
@@ -50,15 +61,15 @@ class EvictionOrder:
     def __len__(self) -> int:
         return self._count
 
-    def push(self, ids: Int32Array) -> None:
+    def push(self, ids: IntArray) -> None:
         """Adds units as the most recently used. `ids` are deepest first."""
         if not len(ids):
             return
+        ids = as_index(ids)
         assert not self._queued[ids].any(), "a unit was put into the eviction order twice"
-        self.stamp(ids)
+        stamps = self.stamp(ids)
         self._queued[ids] = True
         self._count += len(ids)
-        stamps = self._stamp[ids]
         last = self._segments[-1] if self._segments else None
         if last is None or len(last.ids) + len(ids) > 2 * SEGMENT_UNITS:
             self._segments.append(_Segment(ids, stamps, len(ids)))
@@ -68,24 +79,27 @@ class EvictionOrder:
         last.stamps = np.concatenate([last.stamps, stamps])
         last.live += len(ids)
 
-    def stamp(self, ids: Int32Array) -> None:
-        """Notes a use of units that are not (yet) in the order."""
-        self._stamp[ids] = np.arange(self._clock, self._clock + len(ids))
+    def stamp(self, ids: IntArray) -> Int64Array:
+        """Notes a use of units that are not (yet) in the order; returns their stamps."""
+        stamps = np.arange(self._clock, self._clock + len(ids))
+        self._stamp[ids] = stamps
         self._clock += len(ids)
+        return stamps
 
-    def remove(self, ids: Int32Array) -> None:
+    def remove(self, ids: IntArray) -> None:
         """Takes out units that are in use again."""
         if not len(ids):
             return
+        ids = as_index(ids)
         assert self._queued[ids].all(), "a unit that is not in the eviction order was taken out"
         self._queued[ids] = False
         self._count -= len(ids)
-        for at, chosen in reversed(self._by_segment(self._stamp[ids])):
-            self._shrink(at, len(chosen))
+        for at, count in reversed(self._counted(self._stamp[ids])):
+            self._shrink(at, count)
 
     def take(self, count: int) -> Int32Array:
         """Takes out the next `count` units (fewer if there are fewer), in eviction order."""
-        taken: list[Int32Array] = []
+        taken: list[IndexArray] = []
         missing = min(count, self._count)
         while missing > 0:
             segment = self._segments[0]
@@ -100,34 +114,30 @@ class EvictionOrder:
             segment.live -= len(got)
             if not segment.live:
                 del self._segments[0], self._starts[0]
-        return np.concatenate(taken) if taken else EMPTY
+        return np.concatenate(taken).astype(np.int32) if taken else EMPTY
 
-    def restore(self, ids: Int32Array) -> None:
+    def restore(self, ids: IntArray) -> None:
         """Puts units back where their last use puts them."""
         if not len(ids):
             return
+        ids = as_index(ids)
         assert not self._queued[ids].any(), "a unit was put back twice"
         self._count += len(ids)
-        ids = ids[np.argsort(self._stamp[ids])]
         stamps = self._stamp[ids]
+        if (stamps[1:] < stamps[:-1]).any():
+            order = np.argsort(stamps)
+            ids, stamps = ids[order], stamps[order]
         if not self._segments:
-            self._segments.append(_Segment(EMPTY, stamps[:0], 0))
+            self._segments.append(_Segment(ids[:0], stamps[:0], 0))
             self._starts.append(int(stamps[0]))
-        for at, chosen in self._by_segment(stamps):
-            segment = self._segments[at]
-            kept = self._valid(segment)
-            merged = np.concatenate([segment.stamps[kept], stamps[chosen]])
-            order = np.argsort(merged)
-            segment.ids = np.concatenate([segment.ids[kept], ids[chosen]])[order]
-            segment.stamps = merged[order]
-            segment.live = len(order)
-            self._starts[at] = int(segment.stamps[0])
+        for at, chosen in reversed(self._by_segment(stamps)):
+            self._merge(at, ids[chosen], stamps[chosen])
         self._queued[ids] = True
 
     def listed(self) -> Int32Array:
         """Every unit, in eviction order. O(units): for checks and tests."""
         lists = [segment.ids[self._valid(segment)] for segment in self._segments]
-        return np.concatenate(lists) if lists else EMPTY
+        return np.concatenate(lists).astype(np.int32) if lists else EMPTY
 
     def _valid(self, segment: _Segment) -> BoolArray:
         ids = segment.ids
@@ -145,6 +155,32 @@ class EvictionOrder:
         order = np.argsort(which, kind="stable")
         cuts = np.flatnonzero(np.diff(which[order])) + 1
         return [(first + int(which[chosen[0]]), chosen) for chosen in np.split(order, cuts)]
+
+    def _merge(self, at: int, ids: IndexArray, stamps: Int64Array) -> None:
+        """Puts units into a segment, and cuts it when it has become long."""
+        segment = self._segments[at]
+        kept = self._valid(segment)
+        merged = np.concatenate([segment.stamps[kept], stamps])
+        order = np.argsort(merged, kind="stable")  # two sorted runs: a merge
+        all_ids, all_stamps = np.concatenate([segment.ids[kept], ids])[order], merged[order]
+        step = len(order) if len(order) <= 2 * SEGMENT_UNITS else SEGMENT_UNITS
+        cuts = np.arange(step, len(order), step)
+        parts = list(zip(np.split(all_ids, cuts), np.split(all_stamps, cuts), strict=True))
+        self._segments[at : at + 1] = [_Segment(own, when, len(own)) for own, when in parts]
+        self._starts[at : at + 1] = [int(when[0]) for _, when in parts]
+
+    def _counted(self, stamps: Int64Array) -> list[tuple[int, int]]:
+        """(segment, how many of the stamps belong to it), ascending."""
+        first = max(bisect_right(self._starts, int(stamps.min())) - 1, 0)
+        last = max(bisect_right(self._starts, int(stamps.max())) - 1, 0)
+        if first == last:
+            return [(first, len(stamps))]
+        if last - first > FEW_SEGMENTS:
+            return [(at, len(chosen)) for at, chosen in self._by_segment(stamps)]
+        starts = self._starts[first + 1 : last + 1]
+        below = [0, *(int(np.count_nonzero(stamps < start)) for start in starts), len(stamps)]
+        counts = [high - low for low, high in pairwise(below)]
+        return [(first + place, count) for place, count in enumerate(counts) if count]
 
     def _shrink(self, at: int, count: int) -> None:
         """Notes that units left a segment; keeps segments from being mostly stale or tiny."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from wavepp.cache.escrow import Hold
+from wavepp.cache.lru import EMPTY, as_index
 from wavepp.cache.parts import Parts
 from wavepp.cache.types import BoolArray, BringBack, Effect, Int32Array, Offload
 
@@ -52,7 +53,12 @@ def _own_victims(
 ) -> tuple[Int32Array, Int32Array]:
     """Takes idle victims out of the hold; the claimed ones and what is not needed stay in it."""
     pool = parts.pools[group]
-    chosen = np.flatnonzero(pool.pins[hold.victims] == 0)[:wanted]
+    idle = pool.pins[as_index(hold.victims)] == 0
+    if len(idle) <= wanted and idle.all():
+        victims, destinations = hold.victims, hold.destinations
+        hold.victims = hold.destinations = EMPTY
+        return victims, destinations
+    chosen = np.flatnonzero(idle)[:wanted]
     victims, destinations = hold.victims[chosen], hold.destinations[chosen]
     hold.victims = np.delete(hold.victims, chosen)
     hold.destinations = np.delete(hold.destinations, chosen)
@@ -62,9 +68,12 @@ def _own_victims(
 def _evict(parts: Parts, group: int, victims: Int32Array, destinations: Int32Array) -> list[Effect]:
     """Empties marked device units; afterwards they hold nothing and are marked no more."""
     pool = parts.pools[group]
-    pool.victim[victims] = False
+    pool.victim[as_index(victims)] = False
     pool.unclaimed -= len(victims)
     parts.counters.evicted += len(victims)
+    if not pool.spec.host_units:
+        parts.tree.detach(group, victims)
+        return []
     claimed = (destinations >= 0) & (pool.pins[destinations] > 0)
     if claimed.any():
         destinations = _other_destinations(parts, group, destinations, claimed)

@@ -176,11 +176,20 @@ def attach_at(parts: Parts, sequence: Sequence, low: int, places: Int32Array) ->
     node = sequence.node
     if low == 0:
         return tree.attach((None, 0), prompt, places)
-    if tree.valid(node, low, prompt):
+    if _holds_end(parts, sequence, low) or tree.valid(node, low, prompt):
         return tree.attach((node, low), prompt, places)
     match = tree.walk(prompt, low)
     holes = np.full((len(parts.pools), low - match.depth), -1, dtype=np.int32)
     return tree.attach((match.node, match.depth), prompt, np.concatenate([holes, places], axis=1))
+
+
+def _holds_end(parts: Parts, sequence: Sequence, low: int) -> bool:
+    """Block low - 1 of the cursor's path is a unit of this sequence, which pins it: the path is its
+    own, and no tokens need be compared."""
+    return any(
+        len(table) and parts.tree.unit_at(sequence.node, low, group) == table[low - 1] != NO_UNIT
+        for group, table in enumerate(sequence.tables)
+    )
 
 
 def _borrow(parts: Parts, group: int, sequence: Sequence, older: Int32Array) -> None:

@@ -335,6 +335,24 @@ class StageCache:
         """Requests that hold a lease, an escrow or a sequence, oldest first. Empty at idle."""
         return tuple(self._holdings)
 
+    def leftovers(self) -> str | None:
+        """What is not given back, for a message; None at idle: free + cached = pool everywhere.
+
+        Looks at sums only, a few numbers a group: asked after every round and wave.
+        """
+        if self._holdings:
+            return f"{len(self._holdings)} requests' leases, escrows or sequences"
+        for pool in self._parts.pools:
+            if pool.available != pool.units or pool.promised:
+                return (
+                    f"{pool.units - pool.available} of {pool.units} units and "
+                    f"{pool.promised} promises of {pool.spec.name}"
+                )
+        slots = self._parts.slots
+        if slots.promised or len(slots.free) != slots.total:
+            return f"{slots.total - len(slots.free)} slots and {slots.promised} promises of slots"
+        return None
+
     def stats(self) -> CacheStats:
         """One snapshot of the numbers."""
         holdings = self._holdings.values()

@@ -20,15 +20,16 @@ still knows its parent, for cursors that end above it. Paper, section on admissi
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
 
 from wavepp.cache.blocks import BlockPool
 from wavepp.cache.hints import HintIndex
+from wavepp.cache.lru import as_index
 from wavepp.cache.types import TOKEN_BYTES, Int32Array, IntArray, Prompt
 
 FEW_BLOCKS = 32  # up to here plain steps are faster than vector ones
@@ -98,23 +99,21 @@ class PrefixTree:
         """The longest path <= limit blocks whose tokens equal the prompt's."""
         node = self.roots.get(prompt.namespace)
         raw, step = prompt.raw, self._step
-        depth = 0
+        at, end = 0, limit * step  # in bytes of raw
         parts: list[Int32Array] = []
-        while node is not None and depth < limit:
-            child = node.children.get(raw[depth * step : (depth + 1) * step])
+        while node is not None and at < end:
+            child = node.children.get(raw[at : at + step])
             if child is None:
                 break
-            node = child
-            places = child.places
-            matched = places.shape[1]
-            if matched > limit - depth or not raw.startswith(child.raw, depth * step):
-                matched = self._common(child, raw, depth, limit - depth)
-                parts.append(places[:, :matched])
-                depth += matched
+            node, theirs = child, child.raw
+            if at + len(theirs) > end or not raw.startswith(theirs, at):
+                matched = self._common(child, raw, at // step, (end - at) // step)
+                parts.append(child.places[:, :matched])
+                at += matched * step
                 break
-            parts.append(places)
-            depth += matched
-        return Match(node if depth else None, depth, self._join(parts))
+            parts.append(child.places)
+            at += len(theirs)
+        return Match(node if at else None, at // step, self._join(parts))
 
     def _common(self, node: Node, raw: bytes, depth: int, limit: int) -> int:
         """Leading blocks of a node that equal the prompt's from `depth` on, at most `limit`."""
@@ -126,11 +125,14 @@ class PrefixTree:
 
     def path(self, node: Node | None, depth: int) -> Int32Array:
         """int32 [groups, depth]: the units on the path that ends at the cursor."""
-        parts: list[Int32Array] = []
-        while node is not None and node.parent is not None:
-            inside = depth - node.start
-            if inside > 0:
-                parts.append(node.places[:, :inside])
+        while node is not None and node.start >= depth and node.parent is not None:
+            node = node.parent
+        if node is None or node.parent is None:
+            return self._join([])
+        parts = [node.places[:, : depth - node.start]]
+        node = node.parent
+        while node.parent is not None:
+            parts.append(node.places)
             node = node.parent
         parts.reverse()
         return self._join(parts)
@@ -164,6 +166,15 @@ class PrefixTree:
         if not parts:
             return np.empty((len(self._pools), 0), dtype=np.int32)
         return np.concatenate(parts, axis=1)
+
+    def unit_at(self, node: Node | None, depth: int, group: int) -> int:
+        """What a group holds for block depth - 1 of a cursor's path; -1: nothing, or the run is
+        gone."""
+        while node is not None and node.start >= depth and node.parent is not None:
+            node = node.parent
+        if node is None or not node.alive or not node.start < depth <= node.end:
+            return -1
+        return int(node.places[group, depth - 1 - node.start])
 
     # -- growing ---------------------------------------------------------------------------------
 
@@ -317,49 +328,63 @@ class PrefixTree:
         """Takes units out of the tree. They hold nothing afterwards; the caller reuses them."""
         if not len(ids):
             return
-        order, cuts = self._by_node(group, ids)
-        pool = self._pools[group]
-        gone: list[list[bytes]] = [[] for _ in range(self._hints.shards)]
-        depths = pool.depth[ids[order]]
-        firsts = pool.owner[ids[order[cuts[:-1]]]].tolist()
-        plain = depths.tolist()
-        for index, low, high in zip(firsts, cuts[:-1], cuts[1:], strict=True):
-            node = self.nodes[index]
-            if high - low == 1:
-                offset = plain[low] - node.start
-                node.places[group, offset] = -1
-                gone[node.shard].append(node.keys[offset])
-            else:
-                offsets = depths[low:high] - node.start
-                node.places[group, offsets] = -1
-                gone[node.shard].extend(pick(node.keys, offsets))
+        gone: dict[int, list[bytes]] = {}
+        for node, offsets, _ in self._by_node(group, ids):
+            keys = gone.setdefault(node.shard, [])
+            if isinstance(offsets, int):
+                self._empty_one(node, group, offsets, keys)
+                continue
+            node.places[group][offsets] = -1
+            keys.extend(pick(node.keys, offsets))
             if not node.children:
                 self._tidy(node)
-        for shard, keys in enumerate(gone):
+        for shard, keys in gone.items():
             self._hints.remove(shard, group, keys)
-        pool.owner[ids] = -1
+        self._pools[group].owner[as_index(ids)] = -1
+
+    def _empty_one(self, node: Node, group: int, offset: int, keys: list[bytes]) -> None:
+        """Takes one unit out of a run. Runs of a single unit can be many: they just go."""
+        keys.append(node.keys[offset])
+        if len(self._pools) == 1 and len(node.keys) == 1 and not node.children:
+            parent = self._unhang(node)
+            if not parent.children:
+                self._tidy(parent)
+            return
+        node.places[group, offset] = -1
+        if not node.children:
+            self._tidy(node)
 
     def relocate(self, group: int, source: Int32Array, target: Int32Array) -> None:
-        """Moves content between units of a group, device and host: same place, same pins."""
-        if not len(source):
-            return
-        pool = self._pools[group]
-        order, cuts = self._by_node(group, source)
-        for low, high in itertools.pairwise(cuts):
-            chosen = order[low:high]
-            node = self.nodes[int(pool.owner[source[chosen[0]]])]
-            node.places[group, pool.depth[source[chosen]] - node.start] = target[chosen]
-        pool.move(source, target)
+        """Moves content between units of a group (device and host): same place, same pins, other
+        ids."""
+        for node, offsets, chosen in self._by_node(group, source):
+            node.places[group, offsets] = target[chosen]
+        self._pools[group].move(source, target)
 
-    def _by_node(self, group: int, ids: Int32Array) -> tuple[IntArray, list[int]]:
-        """An order of the ids in which those of one run stand together, and where runs begin and
-        end in it."""
+    def _by_node(
+        self, group: int, ids: Int32Array
+    ) -> Iterator[tuple[Node, int | IntArray, int | IntArray | slice]]:
+        """Attached units by node: (node, their offsets in it, their indices in ids); plain numbers
+        where there is one unit."""
         pool = self._pools[group]
-        owners = pool.owner[ids]
-        assert owners.min() >= 0, f"{pool.spec.name}: a unit is not in the tree"
+        at = as_index(ids)
+        owners = pool.owner[at]
+        assert owners.min(initial=0) >= 0, f"{pool.spec.name}: a unit is not in the tree"
+        if len(ids) and (owners == owners[0]).all():
+            node = self.nodes[int(owners[0])]
+            yield node, pool.depth[at] - node.start, slice(None)
+            return
         order = np.argsort(owners, kind="stable")
-        edges = np.flatnonzero(np.diff(owners[order])) + 1
-        return order, [0, *edges.tolist(), len(ids)]
+        owners, depths = owners[order], pool.depth[at[order]]
+        cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(ids)]
+        firsts, first_places = depths[cuts[:-1]].tolist(), order[cuts[:-1]].tolist()
+        names = owners[cuts[:-1]].tolist()
+        for run, (low, high) in enumerate(pairwise(cuts)):
+            node = self.nodes[names[run]]
+            if high - low == 1:
+                yield node, firsts[run] - node.start, first_places[run]
+            else:
+                yield node, depths[low:high] - node.start, order[low:high]
 
     def _tidy(self, node: Node) -> None:
         """Cuts what holds nothing off the end of a path, up to the first run that holds

@@ -78,6 +78,7 @@ class CacheConfig:
     groups: tuple[GroupSpec, ...]
     slots: int
     headroom_tokens: int = 0
+    snapshot_interval: int | None = None
     max_snapshots_per_path: int = 16
     enable_prefix_caching: bool = True
     hint_shards: int = 16
@@ -91,6 +92,11 @@ class CacheConfig:
             raise ConfigError(f"headroom_tokens {self.headroom_tokens} must not be negative")
         if self.max_snapshots_per_path < 1:
             raise ConfigError(f"max_snapshots_per_path {self.max_snapshots_per_path}: at least 1")
+        interval = self.snapshot_interval
+        if interval is not None and (interval < 1 or interval % self.block_size):
+            raise ConfigError(
+                f"snapshot_interval {interval} is no multiple of block_size {self.block_size}"
+            )
         if self.hint_shards < 1 or self.hint_shards & (self.hint_shards - 1):
             raise ConfigError(f"hint_shards {self.hint_shards} is no power of two")
         names = [group.name for group in self.groups]

@@ -1,13 +1,11 @@
 """DriverControl: everything the driver decides, as a pure machine. Facts in, effects out.
 
-Owns: the live requests, the decision log, admission, the ring, rounds. May not: know a clock, a
-thread or a network. Life of a request here: arrived -> announced (its tokens travel in a round) ->
-ready (every stage has them) -> admitted (FCFS, a lane and room) -> planned into waves -> completed.
-Leases, escrows and agreement take the place of `Admission`'s accounting between ready and admitted;
-nothing else changes.
+Owns: the live requests, the decision log, the ring, rounds; the LeaderMachine decides on admission,
+the planner on waves. May not: know a clock, a thread or a network. Life of a request: the table in
+`protocol/states.py`.
 
-After every fact comes a *turn*: admit, plan waves while the ring has room, send a round if one is
-due. A failing request fails alone: when a wave fails and nobody can say whose fault it was, all its
+After every fact comes a *turn*: plan waves while the ring has room, send a round if one is due. A
+failing request fails alone: when a wave fails and nobody can say whose fault it was, all its
 requests are tried again, each in waves of its own, so that the next failure names its culprit.
 """
 
@@ -16,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
+import xxhash
 
-from wavepp.control.admission import Admission
+from wavepp.cache.keys import Hash, encode_namespace, make_prompt
 from wavepp.control.facts import (
     AbortRequested,
     Arrival,
@@ -29,85 +27,88 @@ from wavepp.control.facts import (
     LaunchWave,
     RoundAnswered,
     SendRound,
+    TimerFired,
     WaveCompleted,
 )
 from wavepp.control.limits import Limits, build_limits, refusal
 from wavepp.control.log import DecisionLog
-from wavepp.control.rounds import Rounds
-from wavepp.control.states import Phase, RequestState
+from wavepp.control.options import DriverOptions
+from wavepp.control.rounds import Rounds, make_record
+from wavepp.control.states import RequestState
 from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts
 from wavepp.errors import QueueFullError, RequestError
 from wavepp.planner.packing import Cut
 from wavepp.planner.planner import GreedyPlanner
 from wavepp.planner.ring import Ring
-from wavepp.protocol.messages import (
-    Abort,
-    Admit,
-    Announce,
-    Free,
-    LogEntry,
-    SpanPlan,
-    Undo,
-    WaveSchedule,
+from wavepp.protocol.books import LeaderOptions
+from wavepp.protocol.facts import (
+    AttemptFailed,
+    LeaderEffect,
+    LeaderFact,
+    Refused,
+    RequestArrived,
+    RequestCancelled,
+    RequestFailed,
+    RequestServed,
+    SpanPlanned,
+    StageAnswered,
+    StageCounted,
+    WaveReturned,
 )
+from wavepp.protocol.leader import LeaderMachine
+from wavepp.protocol.messages import Admit, Decision, SpanPlan, StageAck, WaveSchedule
+from wavepp.protocol.states import ADMITTED
 from wavepp.requests import FinishReason
-from wavepp.units import LogNumber, RequestId
+from wavepp.units import LogNumber, RequestId, WaveNumber
 
-ATTEMPTS_MAX = 3
+FAILURES_MAX = 3
 """A request that was in this many failed waves is failed, whoever was at fault."""
-
-ANNOUNCED_PER_LANE = 4
-"""Requests announced ahead of admission, per lane: bounds the tokens that stages hold for waiting
-requests.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverOptions:
-    """The configuration as numbers; names as in EngineConfig. `ring_depth` is R, `wave_tokens_max`
-    is M.
-    """
-
-    ring_depth: int
-    wave_tokens_max: int
-    max_num_seqs: int
-    max_model_len: int | None = None
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    epoch: int = 1
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the start."""
+    """What happened since the start. Tokens; `prefix_*` at admission, the others at the end."""
 
     finished: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class DriverControl:
-    """The deciding side of one pipeline epoch."""
+    """The deciding side of one pipeline epoch.
 
-    def __init__(self, facts: Sequence[StageFacts], options: DriverOptions) -> None:
-        """
-        Raises:
-            ConfigError: the stages disagree on what must be equal.
-        """
-        self.limits: Limits = build_limits(facts, max_model_len=options.max_model_len)
+    Args:
+        hash_bytes: of block keys; a test may hand in a bad one.
+
+    Raises:
+        ConfigError: the stages disagree on what must be equal.
+    """
+
+    def __init__(
+        self,
+        facts: Sequence[StageFacts],
+        options: DriverOptions,
+        *,
+        hash_bytes: Hash = xxhash.xxh3_128_digest,
+    ) -> None:
+        self.limits: Limits = build_limits(
+            facts, max_model_len=options.max_model_len, headroom_tokens=options.headroom_tokens
+        )
         self.options = options
         self.log = DecisionLog(len(facts))
         self.rounds = Rounds(self.log, num_stages=len(facts), epoch=options.epoch)
         self.ring: Ring[WaveSchedule] = Ring(options.ring_depth)
-        self.admission = Admission(self.limits, lanes_max=options.max_num_seqs)
+        self.leader = LeaderMachine(_leader_options(options, self.limits, len(facts)))
         self.planner = GreedyPlanner(
             wave_tokens_max=options.wave_tokens_max, block_size=self.limits.block_size
         )
         self.counters = Counters()
-        self.progress_s = (
-            0.0  # when a wave or a round last came back, or the first of them went out
-        )
+        self.progress_s = 0.0  # when something last came back, or the first of it went out
+        self._work_wanted = len(facts) * (options.wave_tokens_min or options.wave_tokens_max)
+        self._hash_bytes = hash_bytes
         self._live: dict[str, RequestState] = {}  # by the user's id
         self._by_id: dict[RequestId, RequestState] = {}
         self._serial = 0
@@ -121,6 +122,19 @@ class DriverControl:
     def is_busy(self) -> bool:
         """Something is out that must come back."""
         return len(self.ring) > 0 or self.rounds.is_out
+
+    @property
+    def next_timer(self) -> float | None:
+        """When to say TimerFired if nothing else happens before; None: no need to."""
+        return None if self.rounds.is_out else self.leader.next_timer()
+
+    def lease_times(self) -> list[float]:
+        """When each lease that is not materialised everywhere was asked for."""
+        return [
+            record.claim.since_s
+            for record in self.leader.books.gate.holders
+            if not record.run.materialized
+        ]
 
     def refusal(self, arrival: Arrival) -> RequestError | None:
         """Why this request can't be taken (now, or ever), or None."""
@@ -145,15 +159,17 @@ class DriverControl:
             case Arrived(arrival=arrival):
                 self._arrived(arrival, now)
             case AbortRequested(user_id=user_id):
-                effects += self._aborted(user_id, now)
-            case RoundAnswered(replies=replies):
+                state = self._live.get(user_id)
+                if state is not None:
+                    effects.append(self._end(state, "abort", now=now))
+            case RoundAnswered():
                 self.progress_s = now
-                for state in self.rounds.answered(replies):
-                    if state.phase is Phase.ANNOUNCED:  # else it was aborted meanwhile
-                        state.enter(Phase.READY)
+                effects += self._answered(fact, now)
             case WaveCompleted():
                 self.progress_s = now
                 effects += self._completed(fact, now)
+            case TimerFired():
+                pass  # the turn looks at the clock
             case _:
                 raise TypeError(fact)
         return effects + self._turn(now)
@@ -161,24 +177,25 @@ class DriverControl:
     def check(self) -> None:
         """Asserts that all sums agree; with nothing live and nothing out, that nothing is left."""
         self.ring.check()
-        self.admission.check()
-        states = (*self.admission.waiting, *self.admission.admitted)
-        assert {state.request_id for state in states} == set(self._by_id), states
-        assert len(self._live) == len(self._by_id) == len(states), (len(self._live), len(states))
+        self.leader.check()
+        assert set(self._by_id) == set(self.leader.books.records), set(self._by_id)
+        assert {state.request_id for state in self._live.values()} == set(self._by_id)
         if not self._live and not self.is_busy:
             assert not self.log.unacked(), self.log.unacked()
+            assert self.leader.books.gate.is_idle
+
+    # -- arrivals and endings --------------------------------------------------------------------
 
     def _queue_refusal(self, arrival: Arrival) -> QueueFullError | None:
-        requests_max = self.options.max_num_queued_reqs
-        if requests_max is not None and self.admission.num_waiting >= requests_max:
+        requests_max, waiting = self.options.max_num_queued_reqs, self.leader.num_waiting
+        if requests_max is not None and waiting >= requests_max:
             return QueueFullError(
-                f"{self.admission.num_waiting} requests wait; max_num_queued_reqs is "
-                f"{requests_max}",
+                f"{waiting} requests wait; max_num_queued_reqs is {requests_max}",
                 code="queue_full",
             )
         tokens_max = self.options.max_num_queued_tokens
-        tokens = self.admission.tokens_waiting + len(arrival.token_ids)
-        if tokens_max is not None and self.admission.num_waiting and tokens > tokens_max:
+        tokens = self.leader.tokens_waiting + len(arrival.token_ids)
+        if tokens_max is not None and waiting and tokens > tokens_max:
             return QueueFullError(
                 f"{tokens} tokens would wait, max_num_queued_tokens is {tokens_max}",
                 code="queue_full",
@@ -189,48 +206,152 @@ class DriverControl:
         refused = self.refusal(arrival)
         assert refused is None, refused
         self._serial += 1
+        prompt = make_prompt(
+            arrival.token_ids,
+            self.limits.block_size,
+            namespace=encode_namespace(arrival.namespace),
+            room_tokens=max(arrival.max_tokens - 1, 0),
+            reusable=arrival.sampling.prompt_logprobs is None,
+            hash_bytes=self._hash_bytes,
+        )
         state = RequestState(
             request_id=RequestId(f"{arrival.user_id}#{self._serial}"),
-            serial=self._serial,
             arrival=arrival,
-            tokens=arrival.token_ids.astype(np.int32),
+            prompt=prompt,
             queued_s=now,
         )
         self._live[arrival.user_id] = state
         self._by_id[state.request_id] = state
-        self.admission.enqueue(state)
+        self._tell(
+            RequestArrived(
+                request_id=state.request_id,
+                serial=self._serial,
+                num_tokens=prompt.num_tokens,
+                room_tokens=prompt.room_tokens,
+                keys=prompt.keys,
+                reuse_cap=prompt.reuse_cap,
+            ),
+            now,
+        )
 
-    def _aborted(self, user_id: str, now: float) -> list[Effect]:
-        state = self._live.get(user_id)
-        if state is None:
-            return []
-        return [self._end(state, "abort", now=now)]
+    def _end(
+        self, state: RequestState, reason: FinishReason, *, now: float, error: str | None = None
+    ) -> Finish:
+        """The request leaves, from any phase; what it holds on stages goes behind its last wave."""
+        record = self.leader.record(state.request_id)
+        assert record is not None, state.request_id
+        cached = record.run.endpoint
+        fact: RequestCancelled | RequestFailed | RequestServed
+        if reason == "abort":
+            fact = RequestCancelled(request_id=state.request_id)
+        elif reason == "error":
+            fact = RequestFailed(request_id=state.request_id)
+        else:
+            fact = RequestServed(request_id=state.request_id)
+            self.counters.prompt_tokens += state.prompt.num_tokens
+            self.counters.cached_tokens += cached
+        self._tell(fact, now)
+        return self._finish(state, reason, cached=cached, now=now, error=error)
+
+    def _finish(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        *,
+        now: float,
+        cached: int = 0,
+        error: str | None = None,
+    ) -> Finish:
+        """The leader knows it no more, and neither do we."""
+        del self._live[state.arrival.user_id]
+        del self._by_id[state.request_id]
+        self.counters.finished += 1
+        result = state.result(reason, cached=cached, now=now, error=error)
+        return Finish(user_id=state.arrival.user_id, result=result)
+
+    # -- the leader ------------------------------------------------------------------------------
+
+    def _tell(self, fact: LeaderFact, now: float) -> list[Effect]:
+        """Tells the leader and logs what it decides; returns refusals for the callers."""
+        effects: list[Effect] = []
+        for ordered in self.leader.handle(fact, now=now):
+            finish = self._perform(ordered, now)
+            if finish is not None:
+                effects.append(finish)
+        return effects
+
+    def _perform(self, ordered: LeaderEffect, now: float) -> Finish | None:
+        if not isinstance(ordered, Refused):
+            self._log(ordered, now)
+            return None
+        why = ordered.refusal
+        message = (
+            f"stage {ordered.stage} can't hold it: {why.needed} units of {why.group} are needed, "
+            f"{why.available} are there"
+        )
+        return self._finish(self._by_id[ordered.request_id], "error", now=now, error=message)
+
+    def _log(self, decision: Decision, now: float) -> LogNumber:
+        if isinstance(decision, Admit):
+            state = self._by_id[decision.request_id]
+            state.admitted_s = now
+            self.counters.prefix_queries += state.prompt.num_tokens
+            self.counters.prefix_hits += decision.endpoint
+        return self.log.append(decision)
+
+    def _answered(self, fact: RoundAnswered, now: float) -> list[Effect]:
+        self.rounds.answered(fact.replies)
+        effects: list[Effect] = []
+        for reply in fact.replies:
+            self._counted(reply.ack, now)
+            stage = reply.ack.stage
+            effects += self._tell(StageAnswered(stage=stage, answer=reply.answer), now)
+        for hint in fact.replies[0].answer.hints:
+            state = self._by_id.get(hint.request_id)
+            if state is not None and state.hint_s is None:
+                state.hint_s = now
+        return effects
+
+    def _counted(self, ack: StageAck, now: float) -> None:
+        self._tell(StageCounted(stage=ack.stage, counters=ack.counters), now)
+
+    # -- waves that came back ----------------------------------------------------------------------
 
     def _completed(self, fact: WaveCompleted, now: float) -> list[Effect]:
         schedule = self.ring.complete(fact.wave)
         for ack in fact.acks:
             self.log.acknowledge(ack)
+            self._counted(ack, now)
         failed: dict[RequestId, ErrorRecord] = {}
         for record in fact.errors:
             failed.setdefault(record.request_id, record)  # the first stage to fail says why
+        spans = [span for span in schedule.spans if self._is_live(span)]
+        computed = [span for span in spans if span.request_id not in failed]
+        ends = tuple((span.request_id, span.start + span.length) for span in computed)
+        for span in computed:
+            record_of = self.leader.record(span.request_id)
+            assert record_of is not None, span
+            assert record_of.run.computed == span.start, (record_of.run, span)
+            self.counters.computed_tokens += span.length
+        self._tell(WaveReturned(wave=fact.wave, computed=ends), now)
         outputs = {output.request_id: output for output in fact.outputs}
         effects: list[Effect] = []
-        for span in schedule.spans:
-            state = self._by_id.get(span.request_id)
-            if state is None or state.attempt != span.attempt or state.phase is not Phase.ADMITTED:
-                continue  # aborted, or this attempt was undone, while the wave was under way
+        for span in spans:
+            state = self._by_id[span.request_id]
             if span.request_id in failed:
                 effects += self._failed(state, failed[span.request_id], now)
             else:
                 effects += self._advanced(state, span, outputs.get(span.request_id), now)
         return effects
 
+    def _is_live(self, span: SpanPlan) -> bool:
+        """Not aborted, and this attempt was not undone, while the wave was under way."""
+        record = self.leader.record(span.request_id)
+        return record is not None and record.attempt == span.attempt and record.phase in ADMITTED
+
     def _advanced(
         self, state: RequestState, span: SpanPlan, output: SpanOutput | None, now: float
     ) -> list[Effect]:
-        assert state.computed == span.start, (state.computed, span)
-        state.computed = span.start + span.length
-        self.counters.computed_tokens += span.length
         if output is not None:
             state.prompt_logprobs.extend(output.prompt_logprobs)
         if not span.final:
@@ -248,109 +369,95 @@ class DriverControl:
         return [self._end(state, "length", now=now)]
 
     def _failed(self, state: RequestState, record: ErrorRecord, now: float) -> list[Effect]:
-        if record.guilty or state.attempt >= ATTEMPTS_MAX:
+        state.restart()
+        if record.guilty or state.failures >= FAILURES_MAX:
             message = f"stage {record.stage}: {record.message}"
             return [self._end(state, "error", now=now, error=message)]
-        self.log.append(
-            Undo(request_id=state.request_id, attempt=state.attempt, fence_wave=state.last_wave)
-        )
-        self.admission.release(state)
-        state.restart()
-        self.admission.enqueue(state)
-        return []
+        return self._tell(AttemptFailed(request_id=state.request_id), now)
 
-    def _end(
-        self, state: RequestState, reason: FinishReason, *, now: float, error: str | None = None
-    ) -> Finish:
-        """The request leaves, from any phase; what it holds on stages goes behind its last wave."""
-        if state.phase is not Phase.QUEUED:  # stages know it
-            ending = Abort if reason == "abort" else Free
-            self.log.append(
-                ending(
-                    request_id=state.request_id, attempt=state.attempt, fence_wave=state.last_wave
-                )
-            )
-        self.admission.release(state)
-        state.enter(Phase.DONE)
-        del self._live[state.arrival.user_id]
-        del self._by_id[state.request_id]
-        self.counters.finished += 1
-        if reason in ("stop", "length"):
-            self.counters.prompt_tokens += state.num_prompt_tokens
-            self.counters.cached_tokens += state.endpoint
-        result = state.result(reason, now=now, error=error)
-        return Finish(user_id=state.arrival.user_id, result=result)
+    # -- the turn --------------------------------------------------------------------------------
 
     def _turn(self, now: float) -> list[Effect]:
-        while (state := self.admission.admit_head()) is not None:
-            state.admitted_s = now
-            self.log.append(
-                Admit(request_id=state.request_id, attempt=state.attempt, endpoint=state.endpoint)
-            )
         effects: list[Effect] = []
         while self.ring.has_room and (schedule := self._plan(now)) is not None:
             effects.append(LaunchWave(schedule=schedule))
-        if self._round_due():
-            effects.append(SendRound(messages=self.rounds.send(self._announce())))
+        if not self.rounds.is_out and (order := self._round(now)) is not None:
+            effects.append(order)
         return effects
 
     def _plan(self, now: float) -> WaveSchedule | None:
-        pieces = [piece for state in self.admission.admitted if (piece := state.piece())]
+        pieces = []
+        for record in self.leader.admitted:
+            piece = self._by_id[record.request_id].piece(record.run.planned)
+            if piece is not None:
+                pieces.append(piece)
         cuts = self.planner.plan(pieces, now=now)
         if not cuts:
             return None
         number = self.ring.next_number
-        spans = tuple(self._span(cut, now) for cut in cuts)
-        for span in spans:
-            self._by_id[span.request_id].last_wave = number
-        entries: tuple[LogEntry, ...] = self.log.unacked()
         schedule = WaveSchedule(
             epoch=self.options.epoch,
             wave=number,
-            spans=spans,
+            spans=tuple(self._span(cut, number, now) for cut in cuts),
             apply_to=self.log.last,
-            entries=entries,
+            entries=self.log.unacked(),
         )
         self.ring.launch(number, schedule)
         return schedule
 
-    def _span(self, cut: Cut, now: float) -> SpanPlan:
-        state = self._by_id[cut.request_id]
-        assert state.planned == cut.start, (state.planned, cut)
-        state.planned = cut.start + cut.length
+    def _span(self, cut: Cut, number: WaveNumber, now: float) -> SpanPlan:
+        state, record = self._by_id[cut.request_id], self.leader.record(cut.request_id)
+        assert record is not None, cut
+        assert record.run.planned == cut.start, (record.run, cut)
+        end = cut.start + cut.length
+        self._tell(
+            SpanPlanned(request_id=cut.request_id, wave=number, end=end, last=cut.final), now
+        )
         if state.first_wave_s is None:
             state.first_wave_s = now
         return SpanPlan(
             request_id=cut.request_id,
-            attempt=state.attempt,
+            attempt=record.attempt,
             start=cut.start,
             length=cut.length,
             final=cut.final,
             produced=state.produced_in(cut.start, cut.length),
         )
 
-    def _round_due(self) -> bool:
-        """Somebody waits to be announced, or the log must reach the stages and no wave will bring
-        it.
-        """
-        if self.rounds.is_out:
-            return False
-        return bool(self._to_announce()) or (not len(self.ring) and bool(self.log.unacked()))
+    def _round(self, now: float) -> SendRound | None:
+        """The next round, if there is anything to say. The log is flushed when no wave will bring
+        it, or when somebody waits for what it gives back."""
+        somebody_waits = not len(self.ring) or self.leader.num_waiting > 0
+        plan = self.leader.next_round(
+            now=now,
+            work_wanted=max(self._work_wanted - self._work(), 0),
+            flush=somebody_waits and bool(self.log.unacked()),
+        )
+        if plan is None:
+            return None
+        for decision in plan.decisions:
+            self._log(decision, now)
+        prompts = [
+            make_record(self._by_id[announce.request_id], self._log(announce, now))
+            for announce in plan.announce
+        ]
+        return SendRound(messages=self.rounds.send(prompts, plan.ask))
 
-    def _to_announce(self) -> list[RequestState]:
-        window = self.admission.waiting[: ANNOUNCED_PER_LANE * self.options.max_num_seqs]
-        return [state for state in window if state.phase is Phase.QUEUED]
+    def _work(self) -> int:
+        """W: tokens of admitted requests that did not come back yet."""
+        return sum(
+            self._by_id[record.request_id].known - record.run.computed
+            for record in self.leader.admitted
+        )
 
-    def _announce(self) -> list[tuple[RequestState, LogNumber]]:
-        announced: list[tuple[RequestState, LogNumber]] = []
-        for state in self._to_announce():
-            state.enter(Phase.ANNOUNCED)
-            number = self.log.append(
-                Announce(
-                    request_id=state.request_id,
-                    attempt=state.attempt,
-                    num_tokens=state.num_prompt_tokens,
-                )
-            )
-            announced.append((state, number))
-        return announced
+
+def _leader_options(options: DriverOptions, limits: Limits, num_stages: int) -> LeaderOptions:
+    return LeaderOptions(
+        num_stages=num_stages,
+        block_size=limits.block_size,
+        lanes_max=options.max_num_seqs,
+        agreement=options.agreement,
+        oversized_over=limits.oversized_over,
+        defer_shared_prefix=options.defer_shared_prefix,
+        defer_max_s=options.defer_max_s,
+    )

@@ -70,7 +70,12 @@ class WaveCompleted:
     acks: tuple[StageAck, ...]
 
 
-Fact = Arrived | AbortRequested | RoundAnswered | WaveCompleted
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """`DriverControl.next_timer` has passed."""
+
+
+Fact = Arrived | AbortRequested | RoundAnswered | WaveCompleted | TimerFired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wavepp.control.facts import Arrival
+from wavepp.control.options import cache_groups
 from wavepp.control.work import GroupFacts, StageFacts
 from wavepp.errors import ConfigError, RequestError
+from wavepp.protocol.capacity import smallest_capacity
 from wavepp.units import ceil_div
 
 
@@ -31,14 +33,15 @@ class Limits:
 
     Attributes:
         blocks: smallest pool of blocks (attention and sliding groups); None: no stage has one.
-        slots: smallest pool of state slots (recurrent groups); None: no stage has one.
+            Recurrent groups refuse nobody: working slots are lanes, and snapshots elastic.
+        oversized_over: a request that holds more tokens does not fit beside the headroom.
     """
 
     block_size: int
     vocab_size: int
     max_model_len: int
     blocks: Smallest | None
-    slots: Smallest | None
+    oversized_over: int | None
     eos_token_ids: frozenset[int]
 
     def blocks_needed(self, num_tokens: int, max_tokens: int) -> int:
@@ -49,18 +52,19 @@ class Limits:
             return 0
         return ceil_div(tokens_held(num_tokens, max_tokens), self.block_size)
 
-    def slots_needed(self) -> int:
-        """State slots one request holds on each stage."""
-        return 0 if self.slots is None else 1
-
 
 def tokens_held(num_tokens: int, max_tokens: int) -> int:
     """Tokens whose state a request needs: the prompt, and each produced token but the last."""
     return num_tokens + max(max_tokens - 1, 0)
 
 
-def build_limits(facts: Sequence[StageFacts], *, max_model_len: int | None) -> Limits:
-    """Limits from what the stages told at start.
+def build_limits(
+    facts: Sequence[StageFacts], *, max_model_len: int | None, headroom_tokens: int = 0
+) -> Limits:
+    """Limits from what the stages told at start: the smallest counts.
+
+    Args:
+        headroom_tokens: 2PM, what admission leaves free.
 
     Raises:
         ConfigError: stages disagree on something that must be equal; both values are named.
@@ -80,8 +84,12 @@ def build_limits(facts: Sequence[StageFacts], *, max_model_len: int | None) -> L
         block_size=facts[0].block_size,
         vocab_size=facts[0].vocab_size,
         max_model_len=min(lengths),
-        blocks=_smallest(facts, recurrent=False),
-        slots=_smallest(facts, recurrent=True),
+        blocks=_smallest(facts),
+        oversized_over=smallest_capacity(
+            [cache_groups(stage) for stage in facts],
+            block_size=facts[0].block_size,
+            headroom_tokens=headroom_tokens,
+        ).oversized_over,
         eos_token_ids=frozenset(token for stage in facts for token in stage.eos_token_ids),
     )
 
@@ -124,16 +132,11 @@ def _refuse(message: str, code: str) -> RequestError:
     return RequestError(message, code=code, param="prompt")
 
 
-def _smallest(facts: Sequence[StageFacts], *, recurrent: bool) -> Smallest | None:
+def _smallest(facts: Sequence[StageFacts]) -> Smallest | None:
     pools: list[tuple[StageFacts, GroupFacts]] = [
-        (stage, group)
-        for stage in facts
-        for group in stage.groups
-        if (group.kind == "recurrent") == recurrent
+        (stage, group) for stage in facts for group in stage.groups if group.kind != "recurrent"
     ]
     if not pools:
         return None
     stage, group = min(pools, key=lambda pool: pool[1].units)
-    if group.units < 1:
-        raise ConfigError(f"stage {stage.stage} has no room in its cache group {group.name!r}")
     return Smallest(units=group.units, stage=stage.stage, group=group.name)

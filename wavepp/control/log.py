@@ -121,25 +121,37 @@ class AppliedLog:
             RemoteProtocolError: a gap, an entry that differs from the one applied under its number,
                 or a message that does not reach `apply_to`.
         """
-        new: list[Decision] = []
-        for entry in entries:
-            if entry.number <= self.applied:
-                self._compare(entry)
-                continue
-            if entry.number != self.applied + 1:
-                raise RemoteProtocolError(
-                    f"stage {self.stage} got decision {entry.number} after {self.applied}"
-                )
-            self.applied = entry.number
-            self.digest = next_digest(self.digest, entry)
-            self._recent.append(entry)
-            new.append(entry.decision)
-        if self.applied < apply_to:
-            raise RemoteProtocolError(
-                f"stage {self.stage} has decisions up to {self.applied}, "
-                f"the message needs {apply_to}"
-            )
+        new = [decision for entry in entries if (decision := self.take(entry)) is not None]
+        self.require(apply_to)
         return new
+
+    def take(self, entry: LogEntry) -> Decision | None:
+        """The entry's decision, to be applied now; None when it was applied before.
+
+        Raises:
+            RemoteProtocolError: a gap, or another entry was applied under its number.
+        """
+        if entry.number <= self.applied:
+            self._compare(entry)
+            return None
+        if entry.number != self.applied + 1:
+            raise RemoteProtocolError(
+                f"stage {self.stage} got decision {entry.number} after {self.applied}"
+            )
+        self.applied = entry.number
+        self.digest = next_digest(self.digest, entry)
+        self._recent.append(entry)
+        return entry.decision
+
+    def require(self, number: LogNumber) -> None:
+        """
+        Raises:
+            RemoteProtocolError: a message relies on decisions that it did not bring.
+        """
+        if self.applied < number:
+            raise RemoteProtocolError(
+                f"stage {self.stage} has decisions up to {self.applied}, the message needs {number}"
+            )
 
     def _compare(self, entry: LogEntry) -> None:
         index = entry.number - 1 - (self.applied - len(self._recent))

@@ -1,20 +1,21 @@
 """The driver's rounds: one message to every stage, one reply from each, at most one round out at a
 time.
 
-Owns: whether a round is out, its number, and which prompts it announces. May not: decide what is in
-the log. Every round includes every stage, even one that it has nothing for (paper, section on
-admission). What later steps ask of the stages (hints, lease requests) and what they answer (votes)
-rides in the same messages.
+Owns: whether a round is out, its number, and the shape of its messages. May not: decide what is in
+the log or what is asked. Every round includes every stage, even one that it has nothing for (paper,
+section on admission).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from wavepp.cache.keys import join_keys
 from wavepp.control.log import DecisionLog
 from wavepp.control.states import RequestState
 from wavepp.errors import RemoteProtocolError
 from wavepp.protocol.messages import LogEntry, PromptRecord, RoundMessage, RoundReply
+from wavepp.protocol.votes import RoundAsk
 from wavepp.units import LogNumber, StageIndex
 
 
@@ -25,24 +26,21 @@ class Rounds:
         self._log = log
         self._num_stages = num_stages
         self._epoch = epoch
-        self._announcing: tuple[RequestState, ...] = ()
         self.number = 0
         self.is_out = False
 
-    def send(self, announced: Sequence[tuple[RequestState, LogNumber]]) -> tuple[RoundMessage, ...]:
-        """Starts a round that carries the log and these requests' prompts."""
+    def send(self, prompts: Sequence[PromptRecord], ask: RoundAsk) -> tuple[RoundMessage, ...]:
+        """Starts a round that carries the log, payloads and questions."""
         assert not self.is_out, self.number
         self.is_out = True
         self.number += 1
-        self._announcing = tuple(state for state, _ in announced)
-        prompts = tuple(_record(state, number) for state, number in announced)
         return tuple(
-            self._message(prompts, self._log.unacked(StageIndex(stage)))
+            self._message(tuple(prompts), ask, self._log.unacked(StageIndex(stage)))
             for stage in range(self._num_stages)
         )
 
-    def answered(self, replies: Sequence[RoundReply]) -> tuple[RequestState, ...]:
-        """Ends the round; returns the requests whose prompts every stage has now.
+    def answered(self, replies: Sequence[RoundReply]) -> None:
+        """Ends the round.
 
         Raises:
             RemoteProtocolError: not this round's replies, or a stage's log diverged.
@@ -56,11 +54,9 @@ class Rounds:
         for reply in replies:
             self._log.acknowledge(reply.ack)
         self.is_out = False
-        announced, self._announcing = self._announcing, ()
-        return announced
 
     def _message(
-        self, prompts: tuple[PromptRecord, ...], entries: tuple[LogEntry, ...]
+        self, prompts: tuple[PromptRecord, ...], ask: RoundAsk, entries: tuple[LogEntry, ...]
     ) -> RoundMessage:
         return RoundMessage(
             epoch=self._epoch,
@@ -68,17 +64,20 @@ class Rounds:
             apply_to=self._log.last,
             entries=entries,
             prompts=prompts,
+            ask=ask,
         )
 
 
-def _record(state: RequestState, announced: LogNumber) -> PromptRecord:
-    sampling = state.arrival.sampling
+def make_record(state: RequestState, announced: LogNumber) -> PromptRecord:
+    """A request's payload. Keys go along, so that no stage hashes."""
+    sampling, prompt = state.arrival.sampling, state.prompt
     return PromptRecord(
         request_id=state.request_id,
         announced=announced,
-        token_ids=state.tokens,
+        token_ids=prompt.tokens,
+        keys=join_keys(prompt.keys),
         max_tokens=state.arrival.max_tokens,
-        namespace=state.arrival.namespace,
+        namespace=prompt.namespace,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         seed=sampling.seed,

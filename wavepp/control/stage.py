@@ -1,32 +1,39 @@
 """StageControl: one stage's side, as a pure machine. Applies decisions once, in number order; never
 decides.
 
-Owns: the applied log, announced prompts, the admitted sequences and their units, wave numbers. May
-not: compute, lock, know a clock or a network. Two callers meet here, under the tree lock of
-`actors/stage.py`: WAVE brings rounds (`handle`), LOOP brings waves (`prepare`, `finished`).
+Owns: the applied log, the stage's cache with the machine that speaks for it, the admitted
+sequences, wave numbers. May not: compute, know a clock or a network. Two callers meet here: WAVE
+brings rounds (`handle`), LOOP brings waves (`prepare`, `finished`). Both take the handed-in tree
+lock for each operation on shared state, for microseconds: a decision, a claim, a span. Payloads are
+unpacked and hints looked up without it.
 
-    wave w:  prepare(w) -> StageWork      units are taken, positions move
-             ... compute ...
-             finished(w) -> StageAck      fences up to w fall; here finished blocks will be
-             published
+    wave w:  prepare(w) -> StageWork      requests named for the first time are materialised
+             ... effects, then spans ...
+             finished(w) -> StageAck      computed blocks are published; fences up to w fall
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+from wavepp.cache.hints import Locks
+from wavepp.cache.store import StageCache
+from wavepp.cache.types import Effect
 from wavepp.control.log import AppliedLog
-from wavepp.control.sequences import AttemptKey, SequenceTable, StageSequence
+from wavepp.control.options import CacheOptions, cache_config
+from wavepp.control.sequences import Asked, AttemptKey, SequenceTable, StageSequence, unpack
 from wavepp.control.work import ErrorRecord, SpanWork, StageFacts, StageWork
 from wavepp.errors import RemoteProtocolError
 from wavepp.protocol.messages import (
     Abort,
     Admit,
-    Announce,
     Decision,
     Ending,
     Free,
+    LogEntry,
     PromptRecord,
     RoundMessage,
     RoundReply,
@@ -35,7 +42,9 @@ from wavepp.protocol.messages import (
     Undo,
     WaveSchedule,
 )
-from wavepp.units import RequestId, StageIndex, WaveNumber
+from wavepp.protocol.stage import StageMachine
+from wavepp.protocol.votes import HintReply, RoundAnswer, RoundAsk
+from wavepp.units import LogNumber, RequestId, StageIndex, WaveNumber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,66 +63,125 @@ class PreparedWave:
 
 
 class StageControl:
-    """One stage of one pipeline epoch."""
+    """One stage of one pipeline epoch.
 
-    def __init__(self, facts: StageFacts, *, epoch: int = 1) -> None:
+    Args:
+        tree_lock: taken for each operation; None: there is one caller only.
+        shard_locks: as StageCache; `cache_config(...).hint_shards` of them.
+    """
+
+    def __init__(
+        self,
+        facts: StageFacts,
+        options: CacheOptions,
+        *,
+        epoch: int = 1,
+        tree_lock: AbstractContextManager[Any] | None = None,
+        shard_locks: Locks | None = None,
+    ) -> None:
         self.stage = StageIndex(facts.stage)
         self.epoch = epoch
         self.prepared = WaveNumber(0)
         self.finished_wave = WaveNumber(0)
-        self.sequences = SequenceTable(facts.groups, block_size=facts.block_size)
+        self.cache = StageCache(cache_config(facts, options), shard_locks=shard_locks)
+        self.machine = StageMachine(self.stage, self.cache)
+        self.sequences = SequenceTable(self.cache)
+        self.violations = 0
+        self.violation: str | None = None  # the latest one
+        self._lock = tree_lock if tree_lock is not None else nullcontext()
         self._log = AppliedLog(self.stage)
-        self._announced: dict[RequestId, PromptRecord | None] = {}  # None: its record is to come
+        self._asked: dict[RequestId, Asked] = {}
+
+    # -- rounds (WAVE) ---------------------------------------------------------------------------
 
     def handle(self, message: RoundMessage, *, now: float) -> RoundReply:
-        """Applies a round: decisions first, then new prompts.
+        """Applies a round: decisions first, then payloads, then what it asks.
 
         Raises:
             RemoteProtocolError: a gap in the log, a divergence, or another epoch. This stage must
                 stop.
         """
-        del now  # nothing on a stage depends on time; requests for leases will carry theirs
+        del now  # nothing on a stage depends on time
         if not isinstance(message, RoundMessage):
             raise TypeError(message)
         self._check_epoch(message.epoch)
-        for decision in self._log.take_new(message.entries, apply_to=message.apply_to):
-            self._apply(decision)
+        self._catch_up(message.entries, message.apply_to)
         for record in message.prompts:
-            self._store(record)
-        self._check_idle()
-        return RoundReply(epoch=self.epoch, round_number=message.round_number, ack=self._log.ack)
+            asked = unpack(record, self.cache.config.block_size)
+            with self._lock:
+                self._store(record, asked)
+        answer = self._answer(message.ask)
+        with self._lock:
+            self._check_idle()
+            return RoundReply(
+                epoch=self.epoch,
+                round_number=message.round_number,
+                ack=self._ack(),
+                answer=answer,
+            )
+
+    def _answer(self, ask: RoundAsk) -> RoundAnswer:
+        """Claims in their order, then hints, then the votes that Retry decisions made."""
+        votes = []
+        for claim in ask.claims:
+            with self._lock:
+                vote = self.machine.claim(claim)
+            if vote is not None:
+                votes.append(vote)
+        with self._lock:
+            prompts = [(name, self.machine.prompt_to_hint(name)) for name in ask.hints]
+        hints = tuple(
+            HintReply(request_id=name, hint=self.cache.hint(prompt))
+            for name, prompt in prompts
+            if prompt is not None  # it ended meanwhile
+        )
+        with self._lock:
+            return RoundAnswer(hints=hints, votes=(*self.machine.end_round(), *votes))
+
+    def _store(self, record: PromptRecord, asked: Asked) -> None:
+        assert record.announced <= self._log.applied, (record.announced, self._log.applied)
+        if self.machine.store(record.request_id, asked.prompt):
+            self._asked[record.request_id] = asked
+
+    # -- waves (LOOP) ----------------------------------------------------------------------------
 
     def prepare(self, schedule: WaveSchedule) -> PreparedWave:
-        """Materialises a wave: decisions it brings, units for its spans, position checks.
+        """Materialises a wave: decisions it brings, blocks for its spans, position checks.
 
         Raises:
-            ProtocolError: the wave is not the next one, the log has a gap, or an admitted request
-                finds no room.
+            ProtocolError: the wave is not the next one, the log has a gap, or a span names what is
+                not admitted.
         """
         self._check_epoch(schedule.epoch)
         if schedule.wave != self.prepared + 1:
             raise RemoteProtocolError(
                 f"stage {self.stage} got wave {schedule.wave} after wave {self.prepared}"
             )
-        for decision in self._log.take_new(schedule.entries, apply_to=schedule.apply_to):
-            self._apply(decision)
+        self._catch_up(schedule.entries, schedule.apply_to)
         self.prepared = schedule.wave
         works: list[SpanWork] = []
+        effects: list[Effect] = []
         errors: list[ErrorRecord] = []
         for span in schedule.spans:
-            sequence = self._admitted(span)
-            if sequence.position != span.start:
-                errors.append(self._misplaced(sequence, span))
-                continue
-            works.append(self.sequences.extend(sequence, span))
+            with self._lock:
+                sequence = self._admitted(span)
+                if sequence.position != span.start:
+                    errors.append(self._misplaced(sequence, span))
+                    continue
+                junctions = self.machine.junctions(span.request_id)
+                work, copies = self.sequences.extend(sequence, span, junctions=junctions)
+            works.append(work)
+            effects.extend(copies)
             if sequence.failure is not None:
                 errors.append(self._error(span, sequence.failure, guilty=False))
-        work = StageWork(wave=schedule.wave, spans=tuple(works))
-        return PreparedWave(schedule=schedule, work=work, errors=tuple(errors))
+        work_all = StageWork(wave=schedule.wave, spans=tuple(works), effects=tuple(effects))
+        return PreparedWave(schedule=schedule, work=work_all, errors=tuple(errors))
 
     def finished(self, prepared: PreparedWave, failures: Collection[ErrorRecord]) -> StageAck:
-        """Ends a wave: spans named in `failures` were not computed here; everything fenced by it
-        goes.
+        """Ends a wave: what was computed is published, and everything fenced by the wave goes.
+
+        Args:
+            failures: spans that were not computed here; nothing of them is published.
         """
         schedule = prepared.schedule
         if schedule.wave != self.finished_wave + 1:
@@ -121,80 +189,116 @@ class StageControl:
                 f"stage {self.stage} finished wave {schedule.wave} after {self.finished_wave}"
             )
         failed = {record.request_id: record.message for record in failures}
+        works = {work.request_id: work for work in prepared.work.spans}
         for span in schedule.spans:
-            sequence = self.sequences.get(AttemptKey(span.request_id, span.attempt))
-            if span.request_id in failed and sequence is not None:
-                sequence.failure = failed[span.request_id]
-        self.finished_wave = schedule.wave
-        for key in self.sequences.due(self.finished_wave):
-            self.sequences.close(key)
-        self._check_idle()
-        return self._log.ack
+            with self._lock:
+                self._end_span(span, works.get(span.request_id), failed.get(span.request_id))
+        with self._lock:
+            self.finished_wave = schedule.wave
+            due = self.sequences.due(self.finished_wave)
+        for key in due:
+            ended = self.sequences.get(key)
+            with self._lock:
+                self._close(key)
+            del ended  # as in `_catch_up`
+        with self._lock:
+            self._check_idle()
+            return self._ack()
+
+    def _end_span(self, span: SpanPlan, work: SpanWork | None, failure: str | None) -> None:
+        sequence = self.sequences.get(AttemptKey(span.request_id, span.attempt))
+        assert sequence is not None, f"{span} went before its wave was executed"
+        if failure is not None:
+            sequence.failure = failure
+        if sequence.failure is None:
+            assert work is not None, span
+            self.sequences.publish(work)
+
+    # -- the whole -------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is announced, admitted, fenced or under way."""
+        """Nothing is announced, admitted, fenced, owed or under way."""
         return (
-            not self._announced and not len(self.sequences) and self.prepared == self.finished_wave
+            self.machine.is_idle and not len(self.sequences) and self.prepared == self.finished_wave
         )
 
-    def units(self) -> tuple[int, int]:
-        """(units in all pools, units in use)."""
-        total = sum(pool.units for pool in self.sequences.pools.values())
-        free = sum(pool.free for pool in self.sequences.pools.values())
-        return total, total - free
+    def reset(self) -> bool:
+        """Drops all cached content that no request uses. True: nothing is cached any more."""
+        with self._lock:
+            self.cache.reset()
+            groups = self.cache.stats().groups
+        return not any(group.cached or group.host_cached for group in groups)
 
     def check(self) -> None:
-        """Asserts that all sums agree, and that an idle stage holds nothing."""
+        """Asserts that all sums agree, and that an idle stage holds nothing. O(everything)."""
+        self.machine.check()
+        self.cache.check()
         self.sequences.check()
+        assert set(self._asked) == {name for name in self._asked if self.machine.knows(name)}
         self._check_idle()
+        assert not self.violations, self.violation
 
     def _check_idle(self) -> None:
         """An idle stage holds nothing. Cheap: it is asked after every round and wave."""
-        if self.is_idle:
-            total, used = self.units()
-            assert used == 0, f"stage {self.stage} is idle and holds {used} of {total} units"
+        if not self.is_idle:
+            return
+        left = self.cache.leftovers()
+        if left is not None:
+            self.violations += 1
+            self.violation = f"stage {self.stage} is idle and holds {left}"
 
-    def _apply(self, decision: Decision) -> None:
+    def _ack(self) -> StageAck:
+        ack = self._log.ack
+        return StageAck(
+            stage=ack.stage,
+            applied=ack.applied,
+            digest=ack.digest,
+            counters=self.machine.counters,
+        )
+
+    def _catch_up(self, entries: Collection[LogEntry], apply_to: LogNumber) -> None:
+        """Applies the log, one lock hold a decision. The other plane may bring the same entries
+        meanwhile: each is applied once."""
+        for entry in entries:
+            with self._lock:
+                decision = self._log.take(entry)
+                ended = None if decision is None else self._apply(decision)
+            del ended  # a long prompt: giving its memory back takes longer than all the rest
+        self._log.require(apply_to)
+
+    def _apply(self, decision: Decision) -> Asked | None:
+        """Returns what the request had asked for when it ended."""
+        request_id = decision.request_id
+        self.machine.apply(decision)
         match decision:
-            case Announce(request_id=request_id):
-                assert request_id not in self._announced, request_id
-                self._announced[request_id] = None
-            case Admit(request_id=request_id, attempt=attempt, endpoint=endpoint):
-                record = self._announced.get(request_id)
-                if record is None:
-                    raise RemoteProtocolError(
-                        f"stage {self.stage}: {request_id} was admitted before its tokens came"
-                    )
-                self.sequences.open(AttemptKey(request_id, attempt), record, endpoint=endpoint)
+            case Admit(attempt=attempt, endpoint=endpoint):
+                key = AttemptKey(request_id, attempt)
+                self.sequences.open(key, self._asked[request_id], endpoint=endpoint)
             case Undo():
                 self._end_attempt(decision)
             case Abort() | Free():
                 self._end_attempt(decision)
-                del self._announced[decision.request_id]
-            case _:
-                raise TypeError(decision)
+                return self._asked.pop(request_id, None)
+        return None
 
     def _end_attempt(self, ending: Ending) -> None:
         """Gives back now, or behind the last wave that names the attempt (it may still be written
-        to).
+        to). What was never admitted the machine has undone.
         """
         key = AttemptKey(ending.request_id, ending.attempt)
         sequence = self.sequences.get(key)
         if sequence is None:
-            return  # the attempt was never admitted
+            return
         assert sequence.fence is None, key
         if ending.fence_wave <= self.finished_wave:
-            self.sequences.close(key)
+            self._close(key)
         else:
             sequence.fence = ending.fence_wave
 
-    def _store(self, record: PromptRecord) -> None:
-        if record.request_id not in self._announced:
-            assert record.announced <= self._log.applied, record.announced
-            return  # the request ended before its tokens came
-        assert self._announced[record.request_id] is None, record.request_id
-        self._announced[record.request_id] = record
+    def _close(self, key: AttemptKey) -> None:
+        self.sequences.close(key)
+        self.machine.release(key.request_id)
 
     def _admitted(self, span: SpanPlan) -> StageSequence:
         sequence = self.sequences.get(AttemptKey(span.request_id, span.attempt))

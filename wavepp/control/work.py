@@ -7,7 +7,7 @@ ints, no tensors. A span is [start, start + length) of one request's tokens. Its
     |---- cached or computed before ----|---- this span ----|
     0                                 start            start+length
 
-table[i] holds tokens [iB, (i+1)B).
+table[i] holds tokens [iB, (i+1)B); before a sliding window it holds NO_UNIT.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from wavepp.cache.types import Effect, SnapshotOrder
 from wavepp.requests import PositionLogprobs
 from wavepp.units import RequestId, StageIndex, WaveNumber
 
@@ -44,10 +45,15 @@ class SpanWork:
         token_ids: int32 [length], the span's tokens.
         next_token_id: the prompt token after the span, None when the span is the prompt's end
             (prompt_logprobs scores each token from the position before it).
-        block_tables: cache group name -> int32 [ceil((start + length) / B)] physical block ids on
-            this stage.
+        block_tables: name of an attention or sliding group -> int32 [ceil((start + length) / B)]
+            physical block ids on this stage.
         sample: produce a token from the span's last position (the prompt ends here and
             max_tokens > 0).
+        slot: the working slot of recurrent layers, the same number in each recurrent group; None
+            without such groups.
+        snapshots: save the working slot when the recurrent state stands exactly at
+            `order.position` tokens, at `order.position - start` of the span: at its end, or at a
+            multiple of 64. Ascending.
     """
 
     request_id: RequestId
@@ -58,14 +64,21 @@ class SpanWork:
     next_token_id: int | None = None
     sample: bool = False
     sampling: Sampling = Sampling()
+    slot: int | None = None
+    snapshots: tuple[SnapshotOrder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """All spans of one wave on one stage, in schedule order; at most one of a request."""
+    """All spans of one wave on one stage, in schedule order; at most one of a request.
+
+    `effects` are copies between tiers and into working slots, to be performed in their order
+    before the first span is computed (and also when none is).
+    """
 
     wave: WaveNumber
     spans: tuple[SpanWork, ...]
+    effects: tuple[Effect, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +86,14 @@ class SpanOutput:
     """What the last stage says of one span: the sampled token, and what scores were asked for.
 
     `prompt_logprobs` scores the prompt tokens start+1 .. start+length (the last only if there is
-    one), in order.
+    one), in order. `error` says why there is no answer: the request fails alone, for good.
     """
 
     request_id: RequestId
     token_id: int | None = None
     logprobs: PositionLogprobs | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +118,7 @@ class GroupFacts:
     """One cache group of one stage: its rule (S3.1) and how much of it there is.
 
     For attention and sliding groups a unit is a block of B tokens; for recurrent ones it is one
-    state slot.
+    snapshot (working slots are apart: `max_num_seqs` of them). `host_units`: the same on the host.
     """
 
     name: str
@@ -112,6 +126,7 @@ class GroupFacts:
     units: int
     bytes_per_unit: int
     window: int | None = None
+    host_units: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

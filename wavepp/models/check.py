@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from wavepp.errors import ConfigError
 from wavepp.models.config import read_model_spec
-from wavepp.models.loader import INDEX_NAME, missing_tensors, stored_names
+from wavepp.models.loader import INDEX_NAME, CheckpointReader, NameRecorder
 from wavepp.models.partition import stage_layers
 from wavepp.models.spec import DTYPE_BYTES, CarryTensorSpec, ModelSpec
-from wavepp.models.stage import tensor_names
+from wavepp.models.stage import recorded
+
+NAMED_MAX = 3  # missing tensors that are named
+PROBLEMS_MAX = 8  # sentences about weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,7 @@ def check_model(
     *,
     dtype: str = "auto",
 ) -> ModelReport:
-    """Reads the config files and the weight index of a checkpoint and reports on them.
+    """Reads the config files and the headers of the weight files of a checkpoint; reports on them.
 
     Args:
         stages: P.
@@ -150,12 +155,32 @@ def _cached(spec: ModelSpec, group: str, lo: int, hi: int) -> tuple[tuple[str, i
 
 
 def _weight_problems(spec: ModelSpec, folder: Path) -> tuple[str, ...]:
-    """Missing weights, in few sentences."""
+    """Missing and unreadable weights, in few sentences. Of each file only the header is read."""
+    problems: dict[str, None] = {}  # a damaged file is one problem, not one for each tensor
     try:
-        missing = missing_tensors(folder, tensor_names(spec, stored_names(folder)))
+        with CheckpointReader(folder, torch.float32, torch.device("cpu")) as weights:
+            wanted = recorded(spec, weights.names)
+            shapes = wanted.shapes
+            missing = [name for name in shapes if not weights.has(name)]
+            if missing:
+                first = ", ".join(missing[:NAMED_MAX]) + (", ..." if missing[NAMED_MAX:] else "")
+                problems[f"{INDEX_NAME}: {len(missing)} tensors are missing: {first}"] = None
+            for name in filter(weights.has, shapes):
+                if problem := _problem_of(weights, name, wanted):
+                    problems[problem] = None
     except ConfigError as error:
         return (str(error),)
-    if not missing:
-        return ()
-    first = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-    return (f"{INDEX_NAME}: {len(missing)} tensors are missing: {first}",)
+    more = len(problems) - PROBLEMS_MAX
+    return (*list(problems)[:PROBLEMS_MAX], *((f"and {more} more like these",) if more > 0 else ()))
+
+
+def _problem_of(weights: CheckpointReader, name: str, wanted: NameRecorder) -> str | None:
+    shape = wanted.shapes[name]
+    try:
+        if name in wanted.leading:
+            weights.check_leading(name, shape[0])
+        else:
+            weights.check(name, shape)
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -8,6 +8,7 @@ place, so a stage never holds more than its own weights plus one tensor.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,17 @@ from torch import Tensor
 
 from wavepp.errors import ConfigError
 from wavepp.models.json_config import JsonConfig
-from wavepp.models.quantization import Quantization, dequantize, read_quantization, stored_parts
+from wavepp.models.quantization import (
+    Quantization,
+    dequantize,
+    packed_form,
+    read_quantization,
+    stored_parts,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 DUMMY_STD = 0.02
 
 
@@ -99,55 +107,92 @@ class CheckpointReader:
 
     def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
         """The first elements of a tensor; see WeightSource."""
+        self.check_leading(name, count)
         out = torch.empty((count,), dtype=dtype or self._dtype, device=self._device)
-        stored = self._mapped(name, None).reshape(-1)
-        if stored.shape[0] < count:
-            raise ConfigError(
-                f"{self._folder}: {name!r} has {stored.shape[0]} elements, config.json says {count}"
-            )
-        return out.copy_(stored[:count])
-
-    def _mapped(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
-        """The tensor, mapped from its file or decoded; `shape` None: whatever it has."""
-        tensor = self._decoded(name)
-        if tensor is None:
-            tensor = self._stored_tensor(name)
-        file = self._folder / self._stored[self._first_part(name)].file
-        if shape is not None and tuple(tensor.shape) != shape:
-            found = list(tensor.shape)
-            raise ConfigError(f"{file}: {name!r} has shape {found}, config.json says {list(shape)}")
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise ConfigError(f"{file}: {name!r} has dtype {tensor.dtype}, which is not supported")
         self.tensors_read.append(name)
-        return tensor
+        return out.copy_(self._stored_tensor(name).reshape(-1)[:count])
 
-    def _decoded(self, name: str) -> Tensor | None:
-        """A quantised tensor as plain numbers; None: it is stored plainly."""
-        if self._quantization is None:
-            return None
-        parts = stored_parts(name, self._quantization.format)
-        if not all(part in self._stored for part in parts):
-            return None
-        tensors = {part: self._stored_tensor(part).to(self._device) for part in parts}
-        return dequantize(name, tensors, self._quantization)
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Sees from its file's header that a tensor can be read.
 
-    def _first_part(self, name: str) -> str:
-        if name in self._stored or self._quantization is None:
-            return name
-        return stored_parts(name, self._quantization.format)[0]
+        Raises:
+            ConfigError: as `read`.
+        """
+        packed = self._packed_form(name)
+        if packed is None:
+            found, kind = self._header(name)
+            self._require(name, found == shape, f"has shape {list(found)}, config.json says", shape)
+            self._require(name, kind in STORED_DTYPES, f"has dtype {kind}, which is not supported")
+            return
+        part = stored_parts(name, packed.format)[0]
+        expected, dtype = packed_form(packed.format, shape)
+        found, kind = self._header(part)
+        self._require(
+            part, found == expected, f"has shape {list(found)}, config.json says", expected
+        )
+        self._require(part, kind == dtype, f"has dtype {kind}, its format says {dtype}")
 
-    def _stored_tensor(self, name: str) -> Tensor:
-        """One tensor as it is stored, mapped from its file."""
+    def check_leading(self, name: str, count: int) -> None:
+        """As `check`, for `read_leading`."""
+        found, kind = self._header(name)
+        enough = math.prod(found) >= count
+        self._require(name, enough, f"has shape {list(found)}, config.json says", (count,))
+        self._require(name, kind in STORED_DTYPES, f"has dtype {kind}, which is not supported")
+
+    def _require(
+        self, name: str, holds: bool, what: str, shape: tuple[int, ...] | None = None
+    ) -> None:
+        if not holds:
+            said = "" if shape is None else f" {list(shape)}"
+            file = self._folder / self._stored[name].file
+            raise ConfigError(f"{file}: {name!r} {what}{said}")
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a stored tensor; only its file's header is read."""
         if name not in self._stored:
             raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
         stored = self._stored[name]
         try:
-            tensor: Tensor = self._handle(stored.file).get_tensor(stored.name)
+            part = self._handle(stored.file).get_slice(stored.name)
+            return tuple(part.get_shape()), str(part.get_dtype())
         except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"{self._folder / stored.file}: can't read {name!r}: {error}"
-            ) from None
+            file = self._folder / stored.file
+            raise ConfigError(f"{file}: can't read {name!r}: {error}") from None
+
+    def _packed_form(self, name: str) -> Quantization | None:
+        """The format a tensor is quantised in; None: it is stored plainly."""
+        if self._quantization is None:
+            return None
+        parts = stored_parts(name, self._quantization.format)
+        return self._quantization if all(part in self._stored for part in parts) else None
+
+    def _mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor, mapped from its file or decoded."""
+        self.check(name, shape)
+        packed = self._packed_form(name)
+        if packed is None:
+            tensor = self._stored_tensor(name)
+        else:
+            parts = stored_parts(name, packed.format)
+            tensors = {part: self._stored_tensor(part).to(self._device) for part in parts}
+            tensor = dequantize(name, tensors, packed)
+        self.tensors_read.append(name)
         return tensor
+
+    def _stored_tensor(self, name: str) -> Tensor:
+        """One tensor as it is stored, mapped from its file."""
+        stored = self._stored[name]
+        try:
+            tensor: Tensor = self._handle(stored.file).get_tensor(stored.name)
+        except (KeyError, SafetensorError, OSError) as error:
+            file = self._folder / stored.file
+            raise ConfigError(f"{file}: can't read {name!r}: {error}") from None
+        return tensor
+
+    @property
+    def names(self) -> Container[str]:
+        """Names of all tensors in the checkpoint."""
+        return self._stored.keys()
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
@@ -198,15 +243,20 @@ class DummyWeights:
 
 
 class NameRecorder:
-    """Reads nothing: notes the names that are asked for, and hands out tensors without memory.
+    """Reads nothing: notes what is asked for, and hands out tensors without memory.
 
     Args:
         have: names of the checkpoint in question, which decide between two spellings of one tensor.
+
+    Attributes:
+        shapes: of everything that is asked for.
+        leading: names of which only the first elements are wanted.
     """
 
     def __init__(self, have: Container[str] = ()) -> None:
         self._have = have
-        self.names: list[str] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.leading: set[str] = set()
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint in question has it."""
@@ -216,36 +266,19 @@ class NameRecorder:
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """A tensor on the meta device; see WeightSource."""
-        self.names.append(name)
+        self.shapes[name] = shape
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def read_rows(self, names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
         """A tensor on the meta device; see WeightSource."""
-        self.names.extend(names)
-        return torch.empty((sum(rows), *(() if columns is None else (columns,))), device="meta")
+        tail = () if columns is None else (columns,)
+        self.shapes |= {name: (count, *tail) for name, count in zip(names, rows, strict=True)}
+        return torch.empty((sum(rows), *tail), device="meta")
 
     def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor on the meta device; see WeightSource."""
+        self.leading.add(name)
         return self.read(name, (count,), dtype=dtype)
-
-
-def stored_names(folder: str | Path) -> frozenset[str]:
-    """Names of all tensors of a checkpoint; no weight is read.
-
-    Raises:
-        ConfigError: there is no checkpoint, or its index is damaged.
-    """
-    return frozenset(_weight_map(Path(folder)))
-
-
-def missing_tensors(folder: str | Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of `names` that a checkpoint has neither plainly nor quantised; no weight is read.
-
-    Raises:
-        ConfigError: there is no checkpoint, or its index is damaged.
-    """
-    have, quantization = _weight_map(Path(folder)), _quantization(Path(folder))
-    return tuple(name for name in names if not _is_there(name, have, quantization))
 
 
 def _is_there(name: str, have: Container[str], quantization: Quantization | None) -> bool:

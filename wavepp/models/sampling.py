@@ -44,6 +44,11 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
+def finite_rows(logits: Tensor) -> Tensor:
+    """Which rows [R] have a likeliest token at all: no NaN, no overflow to infinity."""
+    return torch.isfinite(logits.amax(dim=-1))
+
+
 def sample_token(logits: Tensor, temperature: float, top_p: float, uniform: float) -> int:
     """One token from logits [V] by inverting the cumulative distribution at `uniform` in [0, 1).
 

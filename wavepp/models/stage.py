@@ -204,12 +204,17 @@ def _top_k(spec: ModelSpec, group: str) -> int | None:
     return indexers[0].top_k if indexers and indexers[0] is not None else None
 
 
-def tensor_names(spec: ModelSpec, have: Container[str] = ()) -> tuple[str, ...]:
-    """Names of all weights a whole model reads, without reading any.
+def recorded(spec: ModelSpec, have: Container[str] = ()) -> NameRecorder:
+    """What a whole model reads, noted without reading any of it.
 
     Args:
         have: names of a checkpoint, which decide where there are two spellings.
     """
     recorder = NameRecorder(have)
     StageModel(spec, 0, spec.num_layers, recorder, select_ops(torch.device("meta")))
-    return tuple(recorder.names)
+    return recorder
+
+
+def tensor_shapes(spec: ModelSpec, have: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all weights a whole model reads, without reading any."""
+    return recorded(spec, have).shapes

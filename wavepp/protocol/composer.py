@@ -103,6 +103,7 @@ class RoundComposer:
         claim = record.claim
         claim.candidate = claim.limit = record.best_hint()
         claim.adjustments = 0
+        claim.since_s = now
         assert not claim.votes, claim
         self._books.waiting.remove(record)
         self._books.gate.take(record)

@@ -106,16 +106,18 @@ class PromptRecord:
         announced: the log number of its Announce. A record whose request is no longer known when
             that number was applied has outlived its request and is dropped.
         token_ids: int32 [num_tokens].
+        keys: the keys of its full blocks, made once by the driver, joined (`cache.keys.join_keys`).
         max_tokens: tokens to produce; 0: none.
-        namespace: prefixes are shared only within one.
+        namespace: prefixes are shared only within one (`cache.keys.encode_namespace`).
         temperature, top_p, seed, logprobs, prompt_logprobs: as in PrefillRequest.
     """
 
     request_id: RequestId
     announced: LogNumber
     token_ids: Int32Array
+    keys: bytes
     max_tokens: int
-    namespace: str = ""
+    namespace: bytes = b""
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None

@@ -21,6 +21,7 @@ class ClaimState:
         reuse_max: highest endpoint worth claiming; 0 once the reuse itself did not fit.
         candidate: the limit of the first attempt of the current claim.
         adjustments: Retry decisions of the current claim.
+        since_s: when the current claim was made.
         oversized: it can't be held beside the headroom: it needs the exception.
         refused: stage -> count of releases that must be passed before another try.
         waited_idle: it was tried once with nothing else held, without that count being passed.
@@ -30,6 +31,7 @@ class ClaimState:
     limit: int = 0
     candidate: int = 0
     adjustments: int = 0
+    since_s: float = 0.0
     oversized: bool = False
     votes: dict[int, ClaimVote] = field(default_factory=dict)
     refused: Mapping[int, int] = field(default_factory=dict)

@@ -160,13 +160,20 @@ class StageMachine:
 
     def hint(self, request_id: RequestId) -> HintReply | None:
         """What could be reused by the hint index alone; None when the request has ended."""
+        prompt = self.prompt_to_hint(request_id)
+        if prompt is None:
+            return None
+        return HintReply(request_id=request_id, hint=self.cache.hint(prompt))
+
+    def prompt_to_hint(self, request_id: RequestId) -> Prompt | None:
+        """The first half of `hint`: what the cache is to be asked about, which needs no mutex."""
         request = self._requests.get(request_id)
         if request is None:
             self._expect_tombstone(request_id, "a hint")
             return None
         if request.prompt is None:
             raise RemoteProtocolError(f"stage {self.stage} has no tokens of {request_id} yet")
-        return HintReply(request_id=request_id, hint=self.cache.hint(request.prompt))
+        return request.prompt
 
     def claim(self, claim: Claim) -> ClaimVote | None:
         """Acts on one claim of a round; None when the request or the attempt has ended.

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 START_TRIES = 2  # a busy machine can be too slow for Ray's own start timeout
 POLL_S = 0.1
+SESSION_REMOVAL_S = 10.0
 CPU_STEP = 0.01
 CPUS_PER_STAGE_MIN = 0.01
 
@@ -149,10 +150,20 @@ def _start_local() -> int:
 
 
 def _remove_sessions() -> None:
-    """Removes the session folders of nodes this process started: their names end with its pid."""
+    """Removes the session folders of nodes this process started: their names end with its pid.
+
+    Ray's daemons may still write to their logs as they end, and so bring a folder back: it is
+    removed until it stays away.
+    """
     parent = Path(get_default_ray_temp_dir())  # type: ignore[no-untyped-call]
-    for folder in parent.glob(f"session_*_{os.getpid()}"):
-        shutil.rmtree(folder, ignore_errors=True)
+    deadline = time.monotonic() + SESSION_REMOVAL_S
+    while folders := list(parent.glob(f"session_*_{os.getpid()}")):
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() > deadline:
+            logger.warning("Ray's session folders could not be removed: %s", folders)
+            return
+        time.sleep(POLL_S)
 
 
 def _whole() -> dict[str, float]:

@@ -83,7 +83,14 @@ class DriverActor:
         )
         semaphores = await self._warm_up()
         planes = RayPlanes(self._stages, self._graph)
-        self._core = DriverCore(control, planes, planes, watchdog_s=config.watchdog_s, trace=trace)
+        self._core = DriverCore(
+            control,
+            planes,
+            planes,
+            watchdog_s=config.watchdog_s,
+            lease_alarm_s=config.lease_alarm_s,
+            trace=trace,
+        )
         return Started(facts=tuple(facts), semaphores=semaphores)
 
     async def submit(self, request: PrefillRequest) -> PrefillResult | WavePPError:
@@ -101,6 +108,13 @@ class DriverActor:
         """As EngineBackend.stats."""
         try:
             return await self._running().stats()
+        except WavePPError as error:
+            return error
+
+    async def reset_prefix_cache(self, stage: int | None) -> bool | WavePPError:
+        """As EngineBackend.reset_prefix_cache."""
+        try:
+            return await self._running().reset_prefix_cache(stage)
         except WavePPError as error:
             return error
 

@@ -84,6 +84,11 @@ class RayPipeline:
         stats: EngineStats = await _answer(self._running().stats.remote())
         return stats
 
+    async def reset_prefix_cache(self, stage: int | None = None) -> bool:
+        """As EngineBackend.reset_prefix_cache."""
+        done: bool = await _answer(self._running().reset_prefix_cache.remote(stage))
+        return done
+
     async def check_health(self) -> None:
         """As EngineBackend.check_health."""
         await _answer(self._running().check_health.remote())

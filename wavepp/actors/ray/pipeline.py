@@ -100,6 +100,11 @@ class RayPlanes:
         """As StagesPlane.stats."""
         return tuple(await asyncio.gather(*(stage.stats.remote() for stage in self._stages)))
 
+    async def reset(self, stage: int | None) -> bool:
+        """As StagesPlane.reset."""
+        chosen = self._stages if stage is None else [self._stages[stage]]
+        return all(await asyncio.gather(*(actor.reset.remote() for actor in chosen)))
+
     async def stacks(self) -> str:
         """As StagesPlane.stacks."""
         calls = (_within(stage.stacks.remote(), index) for index, stage in enumerate(self._stages))

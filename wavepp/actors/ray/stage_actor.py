@@ -16,7 +16,7 @@ import ray
 
 from wavepp.actors.ports import Carry, ExecutorFactory, Parcel, StageExecutor
 from wavepp.actors.ray.semaphores import mapped_semaphores, unlink_semaphores
-from wavepp.actors.stage import Prepared, StageCore
+from wavepp.actors.stage import Prepared, StageCore, cache_options
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import WavePPError
@@ -40,7 +40,11 @@ class StageActor:
             )
         except WavePPError as error:
             return error
-        self._core = StageCore(executor)
+        try:
+            self._core = StageCore(executor, cache_options(config))
+        except WavePPError as error:
+            executor.close()
+            return error
         self._tensors_travel_apart = config.device == "cuda"
         return self._core.facts
 
@@ -55,6 +59,10 @@ class StageActor:
     async def stats(self) -> StageStats:
         """One snapshot."""
         return await self._running().stats()
+
+    async def reset(self) -> bool:
+        """Drops what is cached and not in use; True: all of it."""
+        return await self._running().reset()
 
     async def stacks(self) -> str:
         """What this stage's threads are doing."""
