@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wavepp.kernels.recurrent_plan import RecurrentSlots
 from wavepp.kernels.select import select_ops
-from wavepp.kernels.wave import GroupWindow, Span, build_wave
+from wavepp.kernels.wave import Span, build_wave
+from wavepp.models.cache_pools import CachePools
 from wavepp.models.config import read_model_spec
 from wavepp.models.loader import CheckpointReader
-from wavepp.models.stage import StageModel
+from wavepp.models.stage import StageModel, wave_groups
 
 sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # its kernels need a GPU
 torch.set_num_threads(1)
@@ -53,6 +55,9 @@ class BareSequence:
         self.table = table
         self.position = position
         self.logits: list[Tensor] = []
+        self.slot: int | None = None
+        self.read_from: int | None = None
+        self.snapshots: dict[int, int] = {}
 
     @property
     def remaining(self) -> int:
@@ -81,24 +86,28 @@ class BarePipeline:
         self.spec = read_model_spec(folder, str(dtype).removeprefix("torch."))
         self.block_size = block_size
         self.free = list(range(blocks))
+        self.free_slots = list(range(blocks))
         random.Random(seed).shuffle(self.free)
+        random.Random(seed + 1).shuffle(self.free_slots)
         self.stages: list[StageModel] = []
-        self.pools: list[list[tuple[Tensor, Tensor]]] = []
+        self.pools: list[list[tuple[Tensor, ...]]] = []
+        units = {group.name: blocks for group in self.spec.groups}
         ops = select_ops(CPU)
         ends = list(accumulate(split))
         for lo, hi in zip([0, *ends[:-1]], ends, strict=True):
             with CheckpointReader(folder, dtype, CPU) as weights:
                 self.stages.append(StageModel(self.spec, lo, hi, weights, ops))
-            shapes = [(blocks, block_size, *layer.cache[0].shape) for layer in self.spec.layers]
-            self.pools.append(
-                [
-                    (
-                        torch.full(shape, float("nan"), dtype=dtype),
-                        torch.full(shape, float("nan"), dtype=dtype),
-                    )
-                    for shape in shapes[lo:hi]
-                ]
+            pools = CachePools(
+                self.spec,
+                (lo, hi),
+                units=units,
+                host_units=dict.fromkeys(units, 0),
+                block_size=block_size,
+                device=CPU,
             )
+            for pool in (pool for layer in pools.layers for pool in layer):
+                pool.fill_(float("nan"))
+            self.pools.append(pools.layers)
 
     def sequence(self, token_ids: Sequence[int], like: BareSequence | None = None, at: int = 0):
         """A new sequence; with `like`, it shares that one's blocks up to position `at`."""
@@ -106,15 +115,42 @@ class BarePipeline:
         shared = [] if like is None else like.table[: at // self.block_size].tolist()
         assert at % self.block_size == 0
         own = [self.free.pop() for _ in range(count - len(shared))]
-        return BareSequence(token_ids, np.array(shared + own, dtype=np.int32), at)
+        made = BareSequence(token_ids, np.array(shared + own, dtype=np.int32), at)
+        made.read_from = like.snapshots[at] if like is not None and self.recurrent and at else None
+        return made
+
+    @property
+    def recurrent(self) -> list[str]:
+        return [group.name for group in self.spec.groups if group.kind == "recurrent"]
+
+    def states(self, sequence: BareSequence, length: int) -> dict[str, RecurrentSlots]:
+        """Slots of a chunk, with a snapshot at every block boundary in it."""
+        if not self.recurrent:
+            return {}
+        if sequence.slot is None:
+            sequence.slot = self.free_slots.pop()
+        start, size = sequence.position, self.block_size
+        inner = range(size - start % size, length + 1, size)
+        taken = [(offset, self.free_slots.pop()) for offset in inner]
+        sequence.snapshots.update({start + offset: unit for offset, unit in taken})
+        slots = RecurrentSlots(
+            read_slot=sequence.read_from, write_slot=sequence.slot, snapshots=tuple(taken)
+        )
+        sequence.read_from = sequence.slot
+        return dict.fromkeys(self.recurrent, slots)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[tuple[BareSequence, int]]) -> None:
         """One wave of (sequence, length) chunks through all stages."""
-        groups = [GroupWindow(name=g.name, window=g.window) for g in self.spec.groups]
+        groups = wave_groups(self.spec, 0, self.spec.num_layers)
         names = [group.name for group in groups]
         spans = [
-            Span(start=s.position, length=n, tables=dict.fromkeys(names, s.table))
+            Span(
+                start=s.position,
+                length=n,
+                tables=dict.fromkeys(names, s.table),
+                states=self.states(s, n),
+            )
             for s, n in chunks
         ]
         wave = build_wave(spans, groups, self.block_size, CPU)

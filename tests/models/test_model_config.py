@@ -119,7 +119,22 @@ def test_windows_make_their_own_group(tmp_path):
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
         ({"layer_types": ["linear_attention"] * 28}, "layer_types"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config 'fp8'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size None"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "dense"}},
+            "format 'dense'",
+        ),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "format": "pack-quantized",
+                    "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
+                }
+            },
+            "num_bits 8",
+        ),
         ({"eos_token_id": "x"}, "eos_token_id 'x'"),
     ],
     ids=lambda value: str(value)[:40],

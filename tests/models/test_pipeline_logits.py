@@ -8,16 +8,15 @@ import pytest
 import torch
 from model_oracle import BarePipeline, oracle_logits, random_prompt
 
-from wavepp.models.tiny import TINY_FAMILIES
-
 TOLERANCE = 2e-5
+DENSE = ("llama", "mistral", "mistral_sliding", "qwen2", "qwen3")
 SPLITS = [(8,), (4, 4), (1, 7), (3, 3, 2), (1, 6, 1), (2, 2, 2, 2), (1, 3, 3, 1)]
 LENGTHS = (1, 2, 17, 48, 64, 131, 333, 700)
 
 
 @pytest.mark.parametrize("budget", [16, 64, 1000])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_pipeline_equals_transformers(tiny_folder, tiny_oracle, family, split, budget):
     rng = random.Random(f"{family}{split}{budget}")
     pipeline = BarePipeline(tiny_folder(family), split, seed=budget)
@@ -43,7 +42,7 @@ def test_prefix_resumes_at_every_block_boundary(tiny_folder, tiny_oracle, family
         torch.testing.assert_close(second.all_logits(), expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_many_short_spans_share_waves(tiny_folder, tiny_oracle, family):
     """Spans of one token, of equal and of unequal lengths, with prefixes of any length, at once."""
     rng = random.Random(11)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,29 +67,45 @@ def _model_table(report: ModelReport) -> Table:
         "vocabulary": f"{report.vocab_size:,}",
         "longest prompt": f"{report.max_model_len:,}",
         "weights": _size(report.weight_bytes),
+        "preferred cuts": _cuts(report.preferred_cuts, report.num_layers),
     }
     for name, value in facts.items():
         table.add_row(name, value)
     return table
 
 
+def _cuts(cuts: Sequence[int], layers: int) -> str:
+    """Layers before which a cut costs least to carry over."""
+    if len(cuts) == layers - 1:
+        return "anywhere"
+    return ", ".join(str(cut) for cut in cuts) or "nowhere"
+
+
 def _stage_table(report: ModelReport) -> Table:
     table = Table(box=box.SIMPLE, title="stages", title_justify="left")
-    for name in ("stage", "layers", "weights", "cache / token", "cache groups", "sends on"):
-        table.add_column(name, justify="right" if name in ("weights", "cache / token") else "left")
+    sizes = ("weights", "cache / token", "snapshot", "carry / token")
+    for name in ("stage", "layers", *sizes[:3], "cache groups", sizes[3], "sends on"):
+        table.add_column(name, justify="right" if name in sizes else "left")
     for stage in report.stages:
         table.add_row(*_stage_cells(stage))
     return table
 
 
 def _stage_cells(stage: StageReport) -> list[str]:
-    groups = ", ".join(f"{group.name} x{group.layers} ({group.kind})" for group in stage.groups)
+    groups = ", ".join(
+        f"{group.name} x{group.layers} ({group.kind}: "
+        + " + ".join(f"{name} {size:,}" for name, size in group.tensors)
+        + ")"
+        for group in stage.groups
+    )
     return [
         str(stage.stage),
         f"{stage.layers[0]}-{stage.layers[1] - 1}",
         _size(stage.weight_bytes),
         _size(stage.cache_bytes_per_token),
+        _size(stage.snapshot_bytes) if stage.snapshot_bytes else "-",
         groups,
+        _size(stage.carry_bytes_per_token) if stage.carry else "-",
         ", ".join(tensor.name for tensor in stage.carry) or "-",
     ]
 

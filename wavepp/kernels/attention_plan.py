@@ -7,6 +7,7 @@ Every span is cut by what its tokens may see:
               A span of one token is its own prefix's last: one unmasked call.
     banded    (sliding window w, positions >= w) a token sees exactly w keys: tiles of queries over
               their own stretch of keys, one small band mask for all tiles.
+    sparse    (top_k, positions >= top_k) a token sees chosen keys only: named, not planned.
 
 Spans of like shape share one call; padded rows repeat a real one and their results are dropped.
 """
@@ -92,12 +93,23 @@ class BandBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseRows:
+    """`count` flat rows from `row` at positions [start, ...); keys: slots of positions 0 .. end."""
+
+    row: int
+    start: int
+    count: int
+    keys: Rows
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """One cache group's part of a wave: the slot each row is written to, and the calls to make."""
 
     slots: Rows
     batches: tuple[SpanBatch, ...]
     bands: tuple[BandBatch, ...]
+    sparse: tuple[SparseRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +137,7 @@ def plan_attention(
     block_size: int,
     *,
     window: int | None,
+    top_k: int | None = None,
     device: torch.device,
 ) -> AttentionPlan:
     """The plan of one group.
@@ -133,25 +146,34 @@ def plan_attention(
         extents: (start, length) of every span, in flat row order.
         tables: block ids of every span; block i of it holds tokens [iB, (i+1)B).
         window: sliding window in tokens; None sees everything.
+        top_k: keys that sparse attention chooses; not with a window.
     """
+    assert window is None or top_k is None
+    limit = top_k if window is None else window
     pieces: list[_Piece] = []
     bands: list[BandBatch] = []
+    sparse: list[SparseRows] = []
     written: list[Int64Array] = []
     row = 0
     for (start, length), table in zip(extents, tables, strict=True):
         assert len(table) * block_size >= start + length, (len(table), start, length)
         end = start + length
         written.append(_slots(table, start, end, block_size))
-        full_end = end if window is None else max(start, min(end, window))
+        full_end = end if limit is None else max(start, min(end, limit))
         if full_end > start:
             pieces.append(_Piece(row, start, full_end - start, table))
-        if full_end < end:
+        at = row + full_end - start
+        if full_end < end and window is None:
+            keys = _rows(_slots(table, 0, end, block_size), device)
+            sparse.append(SparseRows(at, full_end, end - full_end, keys))
+        elif full_end < end:
             assert window is not None
-            at = row + full_end - start
             bands.extend(_bands(at, full_end, end, (window, block_size), table, device=device))
         row += length
     batches = [_batch(group, block_size, device) for group in _gather(pieces)]
-    return AttentionPlan(_rows(np.concatenate(written), device), tuple(batches), tuple(bands))
+    return AttentionPlan(
+        _rows(np.concatenate(written), device), tuple(batches), tuple(bands), tuple(sparse)
+    )
 
 
 def _slots(table: Int32Array, begin: int, end: int, block_size: int) -> Int64Array:

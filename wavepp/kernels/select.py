@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wavepp.kernels import torch_attention, torch_ref
+from wavepp.kernels import torch_attention, torch_delta, torch_dsa, torch_mla, torch_moe, torch_ref
 from wavepp.kernels.api import Ops
 
 
@@ -54,8 +54,18 @@ def _torch_ops() -> Ops:
         rms_norm=torch_ref.rms_norm,
         rope=torch_ref.rope,
         silu_mul_=torch_ref.silu_mul_,
+        gelu_mul_=torch_ref.gelu_mul_,
+        situ_mul_=torch_ref.situ_mul_,
+        attn_res=torch_ref.attn_res,
         linear=torch_ref.linear,
         linear_add_=torch_ref.linear_add_,
         write_paged=torch_attention.write_paged,
         attn_paged=torch_attention.attn_paged,
+        write_rows=torch_mla.write_rows,
+        mla_paged=torch_mla.mla_paged,
+        dsa_select=torch_dsa.dsa_select,
+        dsa_attend=torch_dsa.dsa_attend,
+        short_conv=torch_delta.short_conv,
+        delta_rule=torch_delta.delta_rule,
+        moe=torch_moe.moe,
     )

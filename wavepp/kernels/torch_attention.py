@@ -177,7 +177,7 @@ def _attend_prefix(
     for begin in range(0, prefix.size, step):
         end = min(begin + step, prefix.size)
         k, v = (
-            _cached(pool, prefix.slots_of(n, begin, end), name, q, workspace)
+            cached_rows(pool, prefix.slots_of(n, begin, end), name, q, workspace)
             for pool, name in zip(cache, ("prefix_keys", "prefix_values"), strict=True)
         )
         k, v = (_split(x, (n, end - begin)) for x in (k, v))
@@ -200,7 +200,7 @@ def _unfold(x: Tensor, length: int) -> Tensor:
     return parts.reshape(n, length, -1, *x.shape[3:])
 
 
-def _cached(pool: Tensor, slots: Rows, name: str, like: Tensor, workspace: Workspace) -> Tensor:
+def cached_rows(pool: Tensor, slots: Rows, name: str, like: Tensor, workspace: Workspace) -> Tensor:
     """Cached rows [R, K, D] in the dtype of `like`; a view if they are one run, else a copy."""
     flat = pool.view(-1, *pool.shape[2:])
     if slots.index is None:
@@ -222,7 +222,7 @@ def _band(q: Tensor, cache: KvPools, band: BandBatch, scale: float, workspace: W
     span = band.window - 1 + band.tile
     stretches = []
     for pool, name in zip(cache, ("prefix_keys", "prefix_values"), strict=True):
-        flat = _cached(pool, band.keys, name, q, workspace)
+        flat = cached_rows(pool, band.keys, name, q, workspace)
         stride = flat.stride()
         view = flat.as_strided(
             (band.tiles, span, *flat.shape[1:]), (band.tile * stride[0], *stride)

@@ -42,6 +42,21 @@ def silu_mul_(gate_up: Tensor) -> Tensor:
     return F.silu(gate, inplace=True).mul_(up)
 
 
+def attn_res(x: Tensor, blocks: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """sum_i p_i v_i over v = [blocks [T, n, D], x [T, D]], p = softmax of rms_norm(v_i) . weight.
+
+    Scores and sums are float32. Source: Attention Residuals (arXiv 2603.15031).
+    """
+    older, newest = blocks.float(), x.float()
+
+    def score(v: Tensor) -> Tensor:
+        return torch.matmul(v, weight) * torch.rsqrt(v.square().mean(-1) + eps)
+
+    shares = torch.cat([score(older), score(newest).unsqueeze(1)], dim=1).softmax(-1)
+    mixed = torch.bmm(shares[:, None, :-1], older).squeeze(1)
+    return mixed.addcmul_(newest, shares[:, -1:]).to(x.dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x [T, I] times weight [O, I] transposed, plus bias [O]."""
     if bias is None:
@@ -53,3 +68,20 @@ def linear_add_(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     """residual [T, O] + linear(x); overwrites the residual and returns it."""
     residual.addmm_(x, weight.t())
     return residual if bias is None else residual.add_(bias)
+
+
+def gelu_mul_(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu in its tanh form; overwrites the left half and returns that, [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate.copy_(F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+def situ_mul_(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta); overwrites its input.
+
+    Source: Kimi K3's SiTU, both factors bounded.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    keep = torch.sigmoid(gate)
+    gate.div_(beta).tanh_().mul_(keep).mul_(beta)
+    return gate.mul_(up.div_(linear_beta).tanh_().mul_(linear_beta))

@@ -20,7 +20,7 @@ from wavepp.models.stage import TORCH_DTYPES
 from wavepp.units import ceil_div
 
 Int32Array = npt.NDArray[np.int32]
-LayerPools = tuple[Tensor, Tensor]  # keys, values
+LayerPools = tuple[Tensor, ...]  # one for each tensor a layer keeps
 
 GIB = 1 << 30
 DEFAULT_POOL_BYTES = 1 << 30  # per stage, when nothing is said and one request fits in it
@@ -83,11 +83,13 @@ def host_pool_units(config: EngineConfig, bytes_per_block: int) -> int:
 
 
 class CachePools:
-    """The tensors of a stage's cache: for each layer its pools, [units, B, *shape of a token], and
-    the same on the host where groups have a tier there.
+    """The tensors of a stage's cache: for each layer its pools, and the same on the host where
+    groups have a tier there.
+
+    A pool is [units, B, *shape of a token], or [units, *shape of a state] in recurrent groups.
 
     Args:
-        units, host_units: blocks of every cache group, by name.
+        units, host_units: blocks (or state slots) of every cache group, by name.
     """
 
     def __init__(
@@ -108,10 +110,12 @@ class CachePools:
         self._groups = [layer.group for layer in spec.layers[layers[0] : layers[1]]]
         self.layers: list[LayerPools] = []
         self._host: list[LayerPools] = []
+        recurrent = {group.name for group in spec.groups if group.kind == "recurrent"}
         for layer in spec.layers[layers[0] : layers[1]]:
             name = layer.group
-            self.layers.append(_layer_pools(layer, units[name], block_size, device))
-            self._host.append(_layer_pools(layer, host_units[name], block_size, host))
+            block = () if name in recurrent else (block_size,)
+            self.layers.append(_layer_pools(layer, (units[name], *block), device))
+            self._host.append(_layer_pools(layer, (host_units[name], *block), host))
 
     def offload(self, group: str, device: Int32Array, host: Int32Array) -> None:
         """Copies blocks from the device to the host: ids [k] of each."""
@@ -126,11 +130,8 @@ class CachePools:
                 _copy(theirs, host, ours, device)
 
 
-def _layer_pools(layer: LayerSpec, units: int, block_size: int, device: torch.device) -> LayerPools:
-    key, value = (
-        _empty((units, block_size, *tensor.shape), tensor.dtype, device) for tensor in layer.cache
-    )
-    return key, value
+def _layer_pools(layer: LayerSpec, unit: tuple[int, ...], device: torch.device) -> LayerPools:
+    return tuple(_empty((*unit, *tensor.shape), tensor.dtype, device) for tensor in layer.cache)
 
 
 def _copy(source: LayerPools, taken: Int32Array, target: LayerPools, put: Int32Array) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from wavepp.errors import ConfigError
 from wavepp.models.config import read_model_spec
-from wavepp.models.loader import INDEX_NAME, CheckpointReader
+from wavepp.models.loader import INDEX_NAME, CheckpointReader, stored_names
 from wavepp.models.partition import stage_layers
 from wavepp.models.spec import DTYPE_BYTES, CarryTensorSpec, ModelSpec
 from wavepp.models.stage import tensor_shapes
@@ -20,13 +20,19 @@ PROBLEMS_MAX = 8  # sentences about weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """One cache group of one stage; `bytes_per_token` is per state slot for recurrent groups."""
+    """One cache group of one stage.
+
+    Attributes:
+        bytes_per_token: per state slot for recurrent groups.
+        tensors: what it is made of: the name of each cached tensor and its share of those bytes.
+    """
 
     name: str
     kind: str
     layers: int
     bytes_per_token: int
     window: int | None
+    tensors: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,11 @@ class StageReport:
     def cache_bytes_per_token(self) -> int:
         """Bytes its attention and sliding groups keep for one token."""
         return sum(g.bytes_per_token for g in self.groups if g.kind != "recurrent")
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot of its recurrent layers; 0 if it has none."""
+        return sum(g.bytes_per_token for g in self.groups if g.kind == "recurrent")
 
     @property
     def carry_bytes_per_token(self) -> int:
@@ -121,6 +132,7 @@ def _stage(spec: ModelSpec, index: int, lo: int, hi: int) -> StageReport:
             layers=sum(layer.group == group.name for layer in spec.layers[lo:hi]),
             bytes_per_token=spec.cache_bytes(group.name, lo, hi),
             window=group.window,
+            tensors=_cached(spec, group.name, lo, hi),
         )
         for group in spec.groups_in(lo, hi)
     )
@@ -133,11 +145,20 @@ def _stage(spec: ModelSpec, index: int, lo: int, hi: int) -> StageReport:
     )
 
 
+def _cached(spec: ModelSpec, group: str, lo: int, hi: int) -> tuple[tuple[str, int], ...]:
+    """Name and bytes of every kind of tensor that layers [lo, hi) keep in a group."""
+    sizes: dict[str, int] = {}
+    for layer in spec.layers[lo:hi]:
+        for tensor in layer.cache if layer.group == group else ():
+            sizes[tensor.name] = sizes.get(tensor.name, 0) + tensor.nbytes
+    return tuple(sizes.items())
+
+
 def _weight_problems(spec: ModelSpec, folder: Path) -> tuple[str, ...]:
     """Missing and unreadable weights, in few sentences. Of each file only the header is read."""
-    shapes = tensor_shapes(spec)
     problems: dict[str, None] = {}  # a damaged file is one problem, not one for each tensor
     try:
+        shapes = tensor_shapes(spec, stored_names(folder))
         with CheckpointReader(folder, torch.float32, torch.device("cpu")) as weights:
             missing = [name for name in shapes if not weights.has(name)]
             if missing:
@@ -152,7 +173,7 @@ def _weight_problems(spec: ModelSpec, folder: Path) -> tuple[str, ...]:
     return (*list(problems)[:PROBLEMS_MAX], *((f"and {more} more like these",) if more > 0 else ()))
 
 
-def _problem_of(weights: CheckpointReader, name: str, shape: tuple[int, ...]) -> str | None:
+def _problem_of(weights: CheckpointReader, name: str, shape: tuple[int, ...] | None) -> str | None:
     try:
         weights.check(name, shape)
     except ConfigError as error:

@@ -14,6 +14,7 @@ from typing import Any, cast
 from wavepp.errors import ConfigError
 from wavepp.models.families import FAMILIES
 from wavepp.models.json_config import JsonConfig
+from wavepp.models.quantization import read_quantization
 from wavepp.models.spec import DTYPE_BYTES, DtypeName, ModelSpec
 
 
@@ -31,7 +32,7 @@ def read_model_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
     config = JsonConfig(_read_json(path / "config.json"), "config.json")
     model_type = config.text("model_type")
     build = _family(model_type)
-    _refuse_quantised(config)
+    read_quantization(config)
     return build(config, _dtype(config, dtype), _eos_token_ids(config, path))
 
 
@@ -58,16 +59,11 @@ def _family(model_type: str) -> Callable[[JsonConfig, DtypeName, tuple[int, ...]
     return FAMILIES[model_type]
 
 
-def _refuse_quantised(config: JsonConfig) -> None:
-    quantisation = config.mapping("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method")
-        raise ConfigError(f"config.json: quantization_config {method!r} is not supported")
-
-
 def _dtype(config: JsonConfig, asked: str) -> DtypeName:
     """The asked dtype, or the checkpoint's (`dtype`, formerly `torch_dtype`), or float32."""
-    found = config.raw("dtype") or config.raw("torch_dtype") or "float32"
+    text = config.child("text_config")
+    kinds = (source.raw(key) for source in (config, text) for key in ("dtype", "torch_dtype"))
+    found = next((kind for kind in kinds if kind), "float32")
     name = found if asked == "auto" else asked
     name = str(name).removeprefix("torch.")
     if name not in DTYPE_BYTES:
@@ -79,6 +75,7 @@ def _dtype(config: JsonConfig, asked: str) -> DtypeName:
 def _eos_token_ids(config: JsonConfig, folder: Path) -> tuple[int, ...]:
     """All end tokens: config.json's and generation_config.json's together, ascending."""
     ids = set(config.int_list("eos_token_id"))
+    ids |= set(config.child("text_config").int_list("eos_token_id"))
     extra = folder / "generation_config.json"
     if extra.is_file():
         generation = JsonConfig(_read_json(extra), extra.name)

@@ -38,6 +38,14 @@ class JsonConfig:
             raise self.fail(key, "is not a positive integer")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number of 0 or more; `default` stands in when the key is absent or null."""
+        value = self._values.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.fail(key, "is not a whole number")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0; `default` stands in when the key is absent or null."""
         value = self._values.get(key)
@@ -66,6 +74,14 @@ class JsonConfig:
         if not isinstance(value, dict):
             raise self.fail(key, "is not an object")
         return value
+
+    def child(self, key: str) -> JsonConfig:
+        """A nested object; its complaints name it. Empty when absent or null."""
+        return JsonConfig(self.mapping(key), f"{self.name}: {key}")
+
+    def replaced(self, **values: Any) -> JsonConfig:
+        """The same object with other values under some keys."""
+        return JsonConfig({**self._values, **values}, self.name)
 
     def int_list(self, key: str) -> tuple[int, ...]:
         """An integer or a list of integers, as a tuple; empty when absent or null."""

@@ -8,7 +8,8 @@ place, so a stage never holds more than its own weights plus one tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wavepp.errors import ConfigError
+from wavepp.models.json_config import JsonConfig
+from wavepp.models.quantization import (
+    Quantization,
+    dequantize,
+    packed_shape,
+    read_quantization,
+    stored_parts,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -45,6 +54,10 @@ class WeightSource(Protocol):
         """Several tensors stacked along dim 0: [sum(rows), columns], or [sum(rows)] for None."""
         ...
 
+    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The first `count` elements of a tensor of any shape, which may be padded behind them."""
+        ...
+
 
 class CheckpointReader:
     """Reads a checkpoint folder. A context manager; a file is opened once and only when needed."""
@@ -53,7 +66,8 @@ class CheckpointReader:
         self._folder = Path(folder)
         self._dtype = dtype
         self._device = device
-        self._files = _weight_map(self._folder)
+        self._stored = _weight_map(self._folder)
+        self._quantization = _quantization(self._folder)
         self._open: dict[str, Any] = {}
         self.tensors_read: list[str] = []
 
@@ -70,7 +84,7 @@ class CheckpointReader:
 
     def has(self, name: str) -> bool:
         """Whether the tensor is in the checkpoint."""
-        return name in self._files
+        return _is_there(name, self._stored, self._quantization)
 
     def read(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
@@ -90,35 +104,94 @@ class CheckpointReader:
             begin += count
         return out
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Sees from its file's header that a tensor can be read.
+    def check(self, name: str, shape: tuple[int, ...] | None) -> None:
+        """Sees from its file's header that a tensor can be read; quantised ones are not decoded.
+
+        Args:
+            shape: None: any.
 
         Raises:
             ConfigError: as `read`.
         """
-        if name not in self._files:
-            raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
-        file = self._files[name]
-        try:
-            stored = self._handle(file).get_slice(name)
-            found, kind = tuple(stored.get_shape()), stored.get_dtype()
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{self._folder / file}: can't read {name!r}: {error}") from None
-        if found != shape:
-            raise ConfigError(
-                f"{self._folder / file}: {name!r} has shape {list(found)}, config.json says "
-                f"{list(shape)}"
-            )
-        if kind not in STORED_DTYPES:
-            raise ConfigError(
-                f"{self._folder / file}: {name!r} has dtype {kind}, which is not supported"
-            )
+        parts = self._quantised_parts(name)
+        if parts is None:
+            self._check_stored(name, shape, STORED_DTYPES)
+            return
+        assert self._quantization is not None
+        packed = None if shape is None else packed_shape(shape, self._quantization.format)
+        self._check_stored(parts[0], packed, None)
+        for part in parts[1:]:
+            self._check_stored(part, None, None)
 
-    def _mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The stored tensor, mapped from its file."""
+    def _check_stored(
+        self, name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...] | None
+    ) -> None:
+        if name not in self._stored:
+            raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
+        stored = self._stored[name]
+        path = self._folder / stored.file
+        try:
+            header = self._handle(stored.file).get_slice(stored.name)
+            found, kind = tuple(header.get_shape()), header.get_dtype()
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: can't read {name!r}: {error}") from None
+        if shape is not None and found != shape:
+            raise ConfigError(
+                f"{path}: {name!r} has shape {list(found)}, config.json says {list(shape)}"
+            )
+        if dtypes is not None and kind not in dtypes:
+            raise ConfigError(f"{path}: {name!r} has dtype {kind}, which is not supported")
+
+    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The first elements of a tensor; see WeightSource."""
+        out = torch.empty((count,), dtype=dtype or self._dtype, device=self._device)
+        stored = self._mapped(name, None).reshape(-1)
+        if stored.shape[0] < count:
+            raise ConfigError(
+                f"{self._folder}: {name!r} has {stored.shape[0]} elements, config.json says {count}"
+            )
+        return out.copy_(stored[:count])
+
+    def _mapped(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
+        """The tensor, mapped from its file or decoded; `shape` None: whatever it has."""
         self.check(name, shape)
-        tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
+        tensor = self._decoded(name)
+        if tensor is None:
+            tensor = self._stored_tensor(name)
+        elif shape is not None and tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"model {str(self._folder)!r}: {name!r} has shape {list(tensor.shape)}, "
+                f"config.json says {list(shape)}"
+            )
         self.tensors_read.append(name)
+        return tensor
+
+    def _decoded(self, name: str) -> Tensor | None:
+        """A quantised tensor as plain numbers; None: it is stored plainly."""
+        parts = self._quantised_parts(name)
+        if parts is None or self._quantization is None:
+            return None
+        tensors = {part: self._stored_tensor(part).to(self._device) for part in parts}
+        return dequantize(name, tensors, self._quantization)
+
+    def _quantised_parts(self, name: str) -> tuple[str, ...] | None:
+        """What a quantised tensor is stored as; None: it is stored plainly."""
+        if self._quantization is None:
+            return None
+        parts = stored_parts(name, self._quantization.format)
+        return parts if all(part in self._stored for part in parts) else None
+
+    def _stored_tensor(self, name: str) -> Tensor:
+        """One tensor as it is stored, mapped from its file."""
+        if name not in self._stored:
+            raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
+        stored = self._stored[name]
+        try:
+            tensor: Tensor = self._handle(stored.file).get_tensor(stored.name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{self._folder / stored.file}: can't read {name!r}: {error}"
+            ) from None
         return tensor
 
     def _handle(self, file: str) -> Any:
@@ -164,16 +237,28 @@ class DummyWeights:
         parts = [self.read(name, (count, *tail)) for name, count in zip(names, rows, strict=True)]
         return torch.cat(parts)
 
+    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of `count` elements; see WeightSource."""
+        return self.read(name, (count,), dtype=dtype)
+
 
 class NameRecorder:
-    """Reads nothing: notes what is asked for, and hands out tensors without memory."""
+    """Reads nothing: notes what is asked for, and hands out tensors without memory.
 
-    def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
+    Args:
+        have: names of the checkpoint in question, which decide between two spellings of one tensor.
+
+    Attributes:
+        shapes: of every tensor by name; None where the stored one may be larger.
+    """
+
+    def __init__(self, have: Container[str] = ()) -> None:
+        self._have = have
+        self.shapes: dict[str, tuple[int, ...] | None] = {}
 
     def has(self, name: str) -> bool:
-        """Optional tensors are not asked for."""
-        return False
+        """Whether the checkpoint in question has it."""
+        return name in self._have
 
     def read(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
@@ -188,6 +273,34 @@ class NameRecorder:
         self.shapes |= {name: (count, *tail) for name, count in zip(names, rows, strict=True)}
         return torch.empty((sum(rows), *tail), device="meta")
 
+    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor on the meta device; see WeightSource."""
+        self.shapes[name] = None
+        return torch.empty((count,), dtype=dtype, device="meta")
+
+
+def stored_names(folder: str | Path) -> frozenset[str]:
+    """Names of all tensors of a checkpoint; no weight is read.
+
+    Raises:
+        ConfigError: there is no checkpoint, or its index is damaged.
+    """
+    return frozenset(_weight_map(Path(folder)))
+
+
+def _is_there(name: str, have: Container[str], quantization: Quantization | None) -> bool:
+    if name in have or quantization is None:
+        return name in have
+    return all(part in have for part in stored_parts(name, quantization.format))
+
+
+def _quantization(folder: Path) -> Quantization | None:
+    """The format of a checkpoint's weights; a folder without a config has plain ones."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    return read_quantization(JsonConfig(json.loads(path.read_text(encoding="utf-8")), path.name))
+
 
 def _seed_of(seed: int, name: str) -> int:
     """A generator seed from an engine seed and a tensor name (FNV-1a, the same everywhere)."""
@@ -197,19 +310,36 @@ def _seed_of(seed: int, name: str) -> int:
     return value >> 1
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name. Only the header of a single file is read."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor is: its file, and its name there."""
+
+    file: str
+    name: str
+
+
+def _weight_map(folder: Path) -> dict[str, _Stored]:
+    """Plain tensor name -> where it is. Only the header of a single file is read."""
     index = folder / INDEX_NAME
     if index.is_file():
-        return _read_index(index)
+        files = _read_index(index)
+        return {_plain(name): _Stored(file, name) for name, file in files.items()}
     single = folder / SINGLE_NAME
     if not single.is_file():
         raise ConfigError(f"model {str(folder)!r}: neither {INDEX_NAME} nor {SINGLE_NAME} in it")
     try:
         with safe_open(str(single), framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), SINGLE_NAME)
+            return {_plain(name): _Stored(SINGLE_NAME, name) for name in handle.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{single}: damaged or incomplete: {error}") from None
+
+
+def _plain(name: str) -> str:
+    """A language model's name without what says that it is part of a larger model."""
+    for prefix, plain in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -12,14 +12,21 @@ from typing import Any, cast
 
 from wavepp.errors import ConfigError
 from wavepp.models.json_config import JsonConfig
-from wavepp.models.spec import RopeKind, RopeSpec
+from wavepp.models.mixer_specs import RopeKind, RopeSpec
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0
 
 
-def read_rope(config: JsonConfig, head_dim: int, default_theta: float = _DEFAULT_THETA) -> RopeSpec:
+def read_rope(
+    config: JsonConfig,
+    head_dim: int,
+    default_theta: float = _DEFAULT_THETA,
+    default_fraction: float = 1.0,
+) -> RopeSpec:
     """The rope of a model whose layers all share one.
+
+    How much of a head turns is said by `partial_rotary_factor`, or by `rotary_dim` in dims.
 
     Raises:
         ConfigError: a rope type that is not supported (dynamic and longrope change with the length
@@ -32,7 +39,7 @@ def read_rope(config: JsonConfig, head_dim: int, default_theta: float = _DEFAULT
         raise ConfigError(
             f"{where}.rope_type {kind!r} is not supported; known: {', '.join(_KINDS)}"
         )
-    fraction = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    fraction = _fraction(config, rope, head_dim, default_fraction)
     common: dict[str, Any] = {
         "kind": cast("RopeKind", kind),
         "theta": rope.number("rope_theta", config.number("rope_theta", default_theta)),
@@ -54,6 +61,32 @@ def read_rope(config: JsonConfig, head_dim: int, default_theta: float = _DEFAULT
             high_freq_factor=rope.number("high_freq_factor"),
         )
     return _yarn(rope, common, original, config.integer("max_position_embeddings"))
+
+
+def score_factor(config: JsonConfig) -> float:
+    """What a latent attention's scores are multiplied by beside qk_dim ** -0.5 (DeepSeek's YaRN).
+
+    Cosines and sines carry mscale / mscale_all_dim; queries and keys each carry mscale_all_dim.
+    """
+    values, where = _parameters(config)
+    rope = JsonConfig(values, where)
+    kind = rope.text("rope_type", str(values.get("type", "default")))
+    all_dim = rope.optional_number("mscale_all_dim") if rope.raw("mscale_all_dim") else None
+    if kind == "default" or all_dim is None:
+        return 1.0
+    return yarn_mscale(rope.number("factor"), all_dim) ** 2
+
+
+def _fraction(config: JsonConfig, rope: JsonConfig, head_dim: int, default: float) -> float:
+    """The share of a head's dims that turns."""
+    if rope.raw("partial_rotary_factor") is not None:
+        return rope.number("partial_rotary_factor")
+    if config.raw("partial_rotary_factor") is not None:
+        return config.number("partial_rotary_factor")
+    dims = config.integer("rotary_dim", max(1, round(default * head_dim)))
+    if dims > head_dim:
+        raise config.fail("rotary_dim", f"is more than the head size {head_dim}")
+    return dims / head_dim
 
 
 def _parameters(config: JsonConfig) -> tuple[Mapping[str, Any], str]:

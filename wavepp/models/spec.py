@@ -2,7 +2,8 @@
 
 Owns no tensors and reads no files. A stage is a contiguous range of layers [lo, hi); a *boundary* b
 lies before layer b, so stage [lo, hi) takes the carry at lo and gives the carry at hi. The carry is
-typed because some families pass more than hidden states on; the families here pass exactly those.
+typed because some families pass more than hidden states on: the keys that sparse attention chose,
+or the blocks of attention residuals.
 
     boundary:   0        lo                hi        L
                 | ...    |  layers lo..hi-1 |   ...  |
@@ -15,85 +16,22 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from wavepp.models.mixer_specs import MixerSpec, MlaSpec
+from wavepp.models.mlp_specs import MlpSpec
+
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+CarryDtype = DtypeName | Literal["int32"]
+BLOCKS = "blocks"  # the carry with the blocks of attention residuals
+TOP_K = "top_k"  # the carry with the keys that sparse attention chose
+STATE_GROUP = "recurrent"
 
 GroupKind = Literal["attention", "sliding", "recurrent"]
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 LOGIT_ROWS_PER_TOKEN = (
     1 / 256
 )  # a prefill scores one position a prompt; prompts shorter than this are rare
 CONTEXT_FOR_COST = 4096  # tokens of context at which attention is counted when layers are balanced
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary position embedding: the `rotary_dim` leading dims of each head turn, half-split.
-
-    Sources: RoFormer; Llama 3.1's frequency scaling; YaRN (arXiv 2309.00071).
-    """
-
-    kind: RopeKind
-    theta: float
-    rotary_dim: int
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GqaSpec:
-    """Grouped-query attention. `window` w: a token sees itself and w-1 before it; None: all."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeSpec
-    window: int | None = None
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """Elements of its weights."""
-        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        count = rows * self.hidden_size + self.hidden_size * self.num_heads * self.head_dim
-        count += rows if self.qkv_bias else 0
-        count += self.hidden_size if self.out_bias else 0
-        count += 2 * self.head_dim if self.qk_norm else 0
-        return count
-
-    def flops_per_token(self, context: int) -> float:
-        """Multiply-adds times two for one token that sees `context` tokens."""
-        seen = context if self.window is None else min(context, self.window)
-        return 2.0 * self.parameters + 4.0 * self.num_heads * self.head_dim * seen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseMlpSpec:
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
-
-    hidden_size: int
-    intermediate_size: int
-    bias: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """Elements of its weights."""
-        count = 3 * self.hidden_size * self.intermediate_size
-        return count + (2 * self.intermediate_size + self.hidden_size if self.bias else 0)
-
-    def flops_per_token(self) -> float:
-        """Multiply-adds times two for one token."""
-        return 2.0 * self.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +50,27 @@ class CacheTensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: a mixer, an MLP, and the cache group its state lives in."""
+    """One decoder layer: a mixer, an MLP, and the cache group its state lives in.
 
-    mixer: GqaSpec
-    mlp: DenseMlpSpec
+    Attributes:
+        opens_block: a block of attention residuals begins here (models that have them).
+        norm_offset: added to the weights of its norms, where they are stored around 0.
+        sandwich: mixer and MLP have a norm behind them too, before their result is added.
+    """
+
+    mixer: MixerSpec
+    mlp: MlpSpec
     group: str
     cache: tuple[CacheTensorSpec, ...]
+    opens_block: bool = False
+    norm_offset: float = 0.0
+    sandwich: bool = False
 
     @property
     def parameters(self) -> int:
-        """Elements of all its weights, the two norms included."""
-        return self.mixer.parameters + self.mlp.parameters + 2 * self.mixer.hidden_size
+        """Elements of all its weights, its norms included."""
+        norms = 4 if self.sandwich else 2
+        return self.mixer.parameters + self.mlp.parameters + norms * self.mixer.hidden_size
 
     @property
     def cache_bytes(self) -> int:
@@ -149,17 +97,25 @@ class CarryTensorSpec:
 
     name: str
     shape: tuple[int, ...]
-    dtype: DtypeName
+    dtype: CarryDtype
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that cross for one token."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        size = 4 if self.dtype == "int32" else DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A whole model. `dtype` is that of weights, activations between stages, and cache."""
+    """A whole model.
+
+    Attributes:
+        dtype: of weights, activations between stages, and cache.
+        attention_residuals: layers mix over blocks of the residual; some layers open a block.
+        norm_offset: added to the weight of the last norm, where it is stored around 0.
+        embedding_scale: factor of embedded tokens.
+    """
 
     family: str
     dtype: DtypeName
@@ -171,6 +127,9 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     groups: tuple[CacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...] = ()
+    attention_residuals: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
 
     @property
     def num_layers(self) -> int:
@@ -180,12 +139,28 @@ class ModelSpec:
     @property
     def preferred_cuts(self) -> tuple[int, ...]:
         """Boundaries where the carry is smallest; the automatic partition cuts there if it can."""
-        return tuple(range(1, self.num_layers))
+        if self.attention_residuals:
+            return tuple(b for b in range(1, self.num_layers) if self.layers[b].opens_block)
+        return tuple(b for b in range(1, self.num_layers) if self.choice_at(b) is None)
 
     def carry_at(self, boundary: int) -> tuple[CarryTensorSpec, ...]:
         """What goes from the stage that ends at `boundary` (0 < boundary < L) to the next."""
         assert 0 < boundary < self.num_layers, boundary
-        return (CarryTensorSpec(name="hidden", shape=(self.hidden_size,), dtype=self.dtype),)
+        hidden = CarryTensorSpec(name="hidden", shape=(self.hidden_size,), dtype=self.dtype)
+        if self.attention_residuals:
+            shape = (sum(layer.opens_block for layer in self.layers[:boundary]), self.hidden_size)
+            return (hidden, CarryTensorSpec(name=BLOCKS, shape=shape, dtype=self.dtype))
+        choice = self.choice_at(boundary)
+        if choice is None:
+            return (hidden,)
+        return (hidden, CarryTensorSpec(name=TOP_K, shape=(choice,), dtype="int32"))
+
+    def choice_at(self, boundary: int) -> int | None:
+        """How many chosen keys a token layer `boundary` takes over; None: it takes none over."""
+        mixer = self.layers[boundary].mixer
+        if isinstance(mixer, MlaSpec) and mixer.indexer is not None and mixer.indexer.shared:
+            return mixer.indexer.top_k
+        return None
 
     def groups_in(self, lo: int, hi: int) -> tuple[CacheGroupSpec, ...]:
         """The cache groups that layers [lo, hi) use, in the model's order."""
@@ -201,6 +176,8 @@ class ModelSpec:
         table = self.vocab_size * self.hidden_size
         count = sum(layer.parameters for layer in self.layers[lo:hi])
         last = hi == self.num_layers
+        if self.attention_residuals:  # a norm and a projection for each mix
+            count += 2 * self.hidden_size * (2 * (hi - lo) + (1 if last else 0))
         count += table if lo == 0 else 0
         count += self.hidden_size if last else 0
         shared = self.tie_word_embeddings and lo == 0

@@ -5,26 +5,31 @@ Owns weights; the cache is handed in. Knows waves and tensors, nothing of reques
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from wavepp.kernels.api import KvPools, Ops
+from wavepp.kernels.api import Ops, Pools
 from wavepp.kernels.select import select_ops
-from wavepp.kernels.wave import Wave
+from wavepp.kernels.wave import GroupWindow, Wave
 from wavepp.kernels.workspace import Workspace
+from wavepp.models.layers.attn_res import AttnResLayer, ResidualMix
 from wavepp.models.layers.context import WaveContext
-from wavepp.models.layers.decoder import DecoderLayer
+from wavepp.models.layers.decoder import DecoderLayer, SandwichLayer
+from wavepp.models.layers.norm import read_norm
 from wavepp.models.layers.rope import CosSin, cos_sin, inverse_frequencies
 from wavepp.models.loader import NameRecorder, WeightSource
-from wavepp.models.spec import DtypeName, ModelSpec, RopeSpec
+from wavepp.models.mixer_specs import DeltaSpec, MlaSpec, RopeSpec
+from wavepp.models.spec import BLOCKS, CarryDtype, LayerSpec, ModelSpec
 
-TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
+TORCH_DTYPES: dict[CarryDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "int32": torch.int32,
 }
+Layer = DecoderLayer | SandwichLayer | AttnResLayer
 Activations = dict[str, Tensor]  # the tensors of a carry, in the stage's own dtype
 
 LOGITS_MAX = 1 << 24  # elements of logits held at once (64 MB in float32)
@@ -49,16 +54,18 @@ class StageModel:
         self._embedding = self._norm = self._head = None
         if self.is_first:
             self._embedding = weights.read("model.embed_tokens.weight", table)
-        self._layers = [
-            DecoderLayer(spec.layers[i], spec.norm_eps, weights, f"model.layers.{i}", ops)
-            for i in range(lo, hi)
-        ]
+        self._layers = [_build_layer(spec, i, weights, ops) for i in range(lo, hi)]
         if self.is_last:
-            self._norm = weights.read("model.norm.weight", (spec.hidden_size,))
+            size = spec.hidden_size
+            self._norm = read_norm(weights, "model.norm.weight", size, spec.norm_offset)
             self._head = self._read_head(weights, table)
+        self._final_mix = None
+        if self.is_last and spec.attention_residuals:
+            name = "model.output_attn_res"
+            self._final_mix = ResidualMix(spec.hidden_size, spec.norm_eps, weights, name, ops)
         sample = self._layers[0].tensors[0]
         self.dtype, self.device = sample.dtype, sample.device
-        ropes = {layer.mixer.rope for layer in spec.layers[lo:hi]}
+        ropes = _ropes(spec.layers[lo:hi])
         self._frequencies = {rope: inverse_frequencies(rope).to(self.device) for rope in ropes}
 
     @property
@@ -72,16 +79,27 @@ class StageModel:
         return self.hi == self.spec.num_layers
 
     @property
+    def wave_groups(self) -> tuple[GroupWindow, ...]:
+        """Its cache groups, as `build_wave` takes them."""
+        return wave_groups(self.spec, self.lo, self.hi)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the weights held; a tensor that serves twice counts once."""
         held = [t for layer in self._layers for t in layer.tensors]
-        held += [t for t in (self._embedding, self._norm, self._head) if t is not None]
+        mix = None if self._final_mix is None else self._final_mix.weight
+        held += [t for t in (self._embedding, self._norm, self._head, mix) if t is not None]
         return sum({t.data_ptr(): t.numel() * t.element_size() for t in held}.values())
 
     def embed(self, token_ids: Tensor) -> Activations:
         """What the first stage starts from, for token ids [T]."""
         assert self._embedding is not None, "only the first stage embeds"
-        return {"hidden": self._embedding.index_select(0, token_ids)}
+        hidden = self._embedding.index_select(0, token_ids)
+        if self.spec.embedding_scale != 1.0:
+            # The factor is rounded as the model was trained with it: to the model's dtype.
+            stored = TORCH_DTYPES[self.spec.dtype]
+            hidden.mul_(torch.tensor(self.spec.embedding_scale).to(stored).item())
+        return {"hidden": hidden}
 
     def receive(self, carry: Mapping[str, Tensor]) -> Activations:
         """What a later stage starts from: its own copy of the carry at `lo`, in its dtype."""
@@ -91,24 +109,27 @@ class StageModel:
         for tensor in declared:
             given = carry[tensor.name]
             assert tuple(given.shape[1:]) == tensor.shape, (tensor, tuple(given.shape))
-            activations[tensor.name] = given.to(device=self.device, dtype=self.dtype, copy=True)
+            dtype = torch.int32 if tensor.dtype == "int32" else self.dtype
+            activations[tensor.name] = given.to(device=self.device, dtype=dtype, copy=True)
         return activations
 
-    def forward(
-        self, activations: Activations, wave: Wave, pools: Sequence[KvPools]
-    ) -> Activations:
+    def forward(self, activations: Activations, wave: Wave, pools: Sequence[Pools]) -> Activations:
         """Activations of T rows through this stage's layers. Overwrites its input.
 
         Args:
             activations: from `embed` or `receive`.
-            pools: key and value pool of each of its layers, in order.
+            pools: the pools of each of its layers, in order.
         """
         x = activations["hidden"]
         assert x.shape[0] == wave.num_tokens, (tuple(x.shape), wave.num_tokens)
-        context = WaveContext(wave, self._rope_tables(wave.positions), self._workspace)
+        carried = {name: given for name, given in activations.items() if name != "hidden"}
+        ropes = self._rope_tables(wave.positions)
+        context = WaveContext(wave, ropes, self._workspace, carried)
         for layer, layer_pools in zip(self._layers, pools, strict=True):
             x = layer.forward(x, context, layer_pools)
-        return {"hidden": x}
+        if self._final_mix is not None:
+            x = self._final_mix.apply(x, carried[BLOCKS])
+        return {"hidden": x, **carried}
 
     def send(self, activations: Activations) -> dict[str, Tensor]:
         """The carry at `hi`, as declared: what the next stage receives."""
@@ -146,8 +167,50 @@ class StageModel:
         return weights.read("model.embed_tokens.weight", table)
 
 
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all weights a whole model reads, without reading any."""
-    recorder = NameRecorder()
+def _build_layer(spec: ModelSpec, index: int, weights: WeightSource, ops: Ops) -> Layer:
+    layer, prefix = spec.layers[index], f"model.layers.{index}"
+    if spec.attention_residuals:
+        return AttnResLayer(layer, spec.norm_eps, weights, prefix, ops)
+    kind = SandwichLayer if layer.sandwich else DecoderLayer
+    return kind(layer, spec.norm_eps, weights, prefix, ops)
+
+
+def _ropes(layers: Sequence[LayerSpec]) -> set[RopeSpec]:
+    """All rotary embeddings these layers use."""
+    found = set()
+    for layer in layers:
+        if not isinstance(layer.mixer, DeltaSpec) and layer.mixer.rope is not None:
+            found.add(layer.mixer.rope)
+    return found
+
+
+def wave_groups(spec: ModelSpec, lo: int, hi: int) -> tuple[GroupWindow, ...]:
+    """The cache groups of layers [lo, hi), as `build_wave` takes them."""
+    return tuple(
+        GroupWindow(
+            name=group.name,
+            window=group.window,
+            recurrent=group.kind == "recurrent",
+            top_k=_top_k(spec, group.name),
+        )
+        for group in spec.groups_in(lo, hi)
+    )
+
+
+def _top_k(spec: ModelSpec, group: str) -> int | None:
+    """Keys that sparse attention chooses in a group; its layers all choose equally many."""
+    mixers = [layer.mixer for layer in spec.layers if layer.group == group]
+    indexers = [mixer.indexer for mixer in mixers if isinstance(mixer, MlaSpec)]
+    return indexers[0].top_k if indexers and indexers[0] is not None else None
+
+
+def tensor_shapes(spec: ModelSpec, have: Container[str] = ()) -> dict[str, tuple[int, ...] | None]:
+    """Names and shapes of all weights a whole model reads, without reading any; shape None where
+    the stored tensor may be larger.
+
+    Args:
+        have: names of a checkpoint, which decide where there are two spellings.
+    """
+    recorder = NameRecorder(have)
     StageModel(spec, 0, spec.num_layers, recorder, select_ops(torch.device("meta")))
     return recorder.shapes

@@ -9,20 +9,18 @@
 
 from __future__ import annotations
 
-from wavepp.models.json_config import JsonConfig
-from wavepp.models.rope_config import read_rope
-from wavepp.models.spec import (
-    CacheGroupSpec,
-    CacheTensorSpec,
-    DenseMlpSpec,
-    DtypeName,
-    GqaSpec,
-    LayerSpec,
-    ModelSpec,
-    RopeSpec,
+from wavepp.models.families.common import (
+    attention_groups,
+    build_model,
+    dense_mlp,
+    gqa_layer,
+    head_counts,
+    positions,
 )
-
-FULL_GROUP = "attention"
+from wavepp.models.json_config import JsonConfig
+from wavepp.models.mixer_specs import GqaSpec
+from wavepp.models.rope_config import read_rope
+from wavepp.models.spec import DtypeName, ModelSpec
 
 
 def llama(config: JsonConfig, dtype: DtypeName, eos: tuple[int, ...]) -> ModelSpec:
@@ -84,22 +82,12 @@ def _build(
     out_bias: bool = False,
     qk_norm: bool = False,
 ) -> ModelSpec:
-    activation = config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise config.fail("hidden_act", "is not supported; known: silu")
     hidden = config.integer("hidden_size")
-    heads = config.integer("num_attention_heads")
-    kv_heads = config.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise config.fail("num_key_value_heads", f"does not divide num_attention_heads {heads}")
+    heads, kv_heads = head_counts(config)
     family = config.text("model_type")
     head_dim = config.integer("head_dim", 128 if family == "qwen3" else hidden // heads)
     rope = read_rope(config, head_dim)
-    mlp = DenseMlpSpec(
-        hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size"),
-        bias=family == "llama" and config.flag("mlp_bias", False),
-    )
+    mlp = dense_mlp(config, bias=family == "llama" and config.flag("mlp_bias", False))
     layers = []
     for window in windows:
         mixer = GqaSpec(
@@ -111,44 +99,8 @@ def _build(
             window=window,
             qkv_bias=qkv_bias,
             out_bias=out_bias,
-            qk_norm=qk_norm,
+            qk_norm="head" if qk_norm else None,
         )
-        layers.append(_layer(mixer, mlp, dtype))
-    return ModelSpec(
-        family=family,
-        dtype=dtype,
-        hidden_size=hidden,
-        vocab_size=config.integer("vocab_size"),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        max_model_len=_positions(config, rope),
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        layers=tuple(layers),
-        groups=_groups(windows),
-        eos_token_ids=eos,
-    )
-
-
-def _positions(config: JsonConfig, rope: RopeSpec) -> int:
-    """Positions the model is good for; YaRN's factor extends the original ones."""
-    stated = config.integer("max_position_embeddings")
-    if rope.kind != "yarn":
-        return stated
-    return max(stated, int(rope.original_max_positions * rope.factor))
-
-
-def _group_name(window: int | None) -> str:
-    return FULL_GROUP if window is None else f"sliding_{window}"
-
-
-def _layer(mixer: GqaSpec, mlp: DenseMlpSpec, dtype: DtypeName) -> LayerSpec:
-    shape = (mixer.num_kv_heads, mixer.head_dim)
-    cache = tuple(CacheTensorSpec(name=name, shape=shape, dtype=dtype) for name in ("key", "value"))
-    return LayerSpec(mixer=mixer, mlp=mlp, group=_group_name(mixer.window), cache=cache)
-
-
-def _groups(windows: tuple[int | None, ...]) -> tuple[CacheGroupSpec, ...]:
-    groups = []
-    for window in dict.fromkeys(windows):
-        kind = "attention" if window is None else "sliding"
-        groups.append(CacheGroupSpec(name=_group_name(window), kind=kind, window=window))  # type: ignore[arg-type]
-    return tuple(groups)
+        layers.append(gqa_layer(mixer, mlp, dtype))
+    groups = attention_groups(windows)
+    return build_model(config, dtype, eos, layers, groups, max_model_len=positions(config, rope))

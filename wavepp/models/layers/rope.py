@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from wavepp.models.spec import RopeSpec
+from wavepp.models.mixer_specs import RopeSpec
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -71,3 +71,10 @@ def _yarn(rope: RopeSpec, wave_lengths: Tensor) -> Tensor:
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     keep = 1 - ramp
     return (1.0 / (rope.factor * wave_lengths)) * (1 - keep) + (1.0 / wave_lengths) * keep
+
+
+def pairs_to_halves_(rows: Tensor, dim: int) -> None:
+    """Reorders x0 x1 x2 x3 ... along `dim` to x0 x2 ... x1 x3 ..., in place."""
+    size = rows.shape[dim]
+    order = torch.arange(size, device=rows.device).view(-1, 2).t().reshape(-1)
+    rows.copy_(rows.index_select(dim, order))
