@@ -215,3 +215,10 @@ def test_kimi_k3_has_its_cache_its_snapshot_and_its_carry(tmp_path):
     assert carries == [14336 * (1 + n) for n in range(1, 8)] + [0]
     assert (report.family, report.num_layers, report.max_model_len) == ("kimi_k3", 93, 1048576)
     assert 2.7e12 < report.weight_bytes / 2 < 2.9e12
+
+
+def test_what_is_not_read_is_said_once(tmp_path, caplog):
+    caplog.set_level("INFO", logger="wavepp.models.config")
+    report_of(tmp_path, {**GLM_5_2, "vision_config": {"depth": 3}})
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in lines] == ["num_nextn_predict_layers 1", "vision_config"]

@@ -7,6 +7,7 @@ that is not supported is refused with a ConfigError that names the key, never si
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,8 @@ from wavepp.models.families import FAMILIES
 from wavepp.models.json_config import JsonConfig
 from wavepp.models.quantization import read_quantization
 from wavepp.models.spec import DTYPE_BYTES, DtypeName, ModelSpec
+
+logger = logging.getLogger(__name__)
 
 
 def read_model_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
@@ -33,6 +36,7 @@ def read_model_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
     model_type = config.text("model_type")
     build = _family(model_type)
     read_quantization(config)
+    _say_what_is_dropped(config)
     return build(config, _dtype(config, dtype), _eos_token_ids(config, path))
 
 
@@ -48,6 +52,16 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: expected a JSON object")
     return cast("Mapping[str, Any]", loaded)
+
+
+def _say_what_is_dropped(config: JsonConfig) -> None:
+    """Multi-token-prediction layers and towers for other inputs are not read: one line each."""
+    text = config.child("text_config")
+    extra = config.count("num_nextn_predict_layers", 0) or text.count("num_nextn_predict_layers", 0)
+    if extra:
+        logger.info("num_nextn_predict_layers %d: these layers are not used in prefill", extra)
+    if config.mapping("vision_config"):
+        logger.info("vision_config: only the language model is read")
 
 
 def _family(model_type: str) -> Callable[[JsonConfig, DtypeName, tuple[int, ...]], ModelSpec]:
