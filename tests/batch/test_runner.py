@@ -127,6 +127,22 @@ async def test_every_bad_line_is_answered_and_hurts_no_other(batch: Batch) -> No
     assert all(answer["error"] is None for answer in answers[1::2])
 
 
+def check_same(first: bytes, second: bytes) -> None:
+    """Equal but for the last digits of log probabilities, which depend on how waves were packed."""
+
+    def parts(output: bytes) -> tuple[list[Any], list[float]]:
+        floats: list[float] = []
+
+        def take(text: str) -> None:
+            floats.append(float(text))
+
+        return [json.loads(line, parse_float=take) for line in output.splitlines()], floats
+
+    (lines, logprobs), (other_lines, other_logprobs) = parts(first), parts(second)
+    assert lines == other_lines
+    assert logprobs == pytest.approx(other_logprobs, abs=2e-3)
+
+
 async def test_output_cut_at_any_place_is_taken_up_to_the_same_file(
     tmp_path: Path, tiny_llama: Path
 ) -> None:
@@ -150,7 +166,9 @@ async def test_output_cut_at_any_place_is_taken_up_to_the_same_file(
                 plan.finish_without_engine()
             else:
                 await plan.run(engine, Silence())
-            assert batch.output.read_bytes() == whole, place
+            again, kept = batch.output.read_bytes(), max([0, *(e for e in ends if e <= place)])
+            assert again[:kept] == whole[:kept], place
+            check_same(again, whole)
 
 
 async def test_batch_taken_up_with_reuse_gives_the_same_answers(batch: Batch) -> None:
@@ -161,7 +179,7 @@ async def test_batch_taken_up_with_reuse_gives_the_same_answers(batch: Batch) ->
         whole = batch.output.read_bytes()
         expected = batch.answers()
         kept = whole[: whole.index(b"\n", len(whole) // 2) + 1]
-        batch.output.write_bytes(kept + b'{"id": "torn')
+        batch.output.write_bytes(whole[: len(kept) + 100])
         report = await batch.run(engine, resume=True)
     assert batch.output.read_bytes().startswith(kept)
     assert 0 < report.tally.cached_tokens < report.tally.input_tokens
