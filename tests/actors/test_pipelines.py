@@ -45,7 +45,9 @@ async def test_timings_are_in_order(pipeline: EngineBackend) -> None:
     assert timings.admitted_s is not None
     assert timings.first_wave_s is not None
     assert timings.done_s is not None
-    assert timings.queued_s <= timings.admitted_s <= timings.first_wave_s < timings.done_s
+    assert timings.hint_s is not None
+    assert timings.queued_s <= timings.hint_s <= timings.admitted_s
+    assert timings.admitted_s <= timings.first_wave_s < timings.done_s
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -200,3 +200,13 @@ def test_plain_tensors_of_a_quantised_checkpoint_are_read_as_they_are(tiny_folde
         with CheckpointReader(folder, torch.float32, CPU) as weights:
             read.append(weights.read(name, shape))
     assert torch.equal(*read)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_quantised_tensor_of_another_shape_is_reported(tiny_folder, tmp_path, kind):
+    packed, _ = quantised_copy(tiny_folder("qwen3"), tmp_path, kind)
+    path = packed / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 16}))
+    problems = check_model(packed).unsupported
+    assert any("mlp.up_proj" in problem and "has shape" in problem for problem in problems)

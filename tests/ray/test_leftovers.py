@@ -123,6 +123,7 @@ def test_interrupted_program_leaves_nothing() -> None:
 def test_program_joins_a_cluster_and_leaves_it_as_it_was(ray_session: Any) -> None:
     """As inside a Ray job: RAY_ADDRESS names the cluster, which is somebody else's."""
     semaphores = set(Path("/dev/shm").glob("sem.*"))
+    before = ray_session.available_resources()["CPU"]  # pipelines of other tests may hold some
     address = ray_session.get_runtime_context().gcs_address
     program = Program("closed", RAY_ADDRESS=address)
     output = program.wait()
@@ -141,7 +142,6 @@ def test_program_joins_a_cluster_and_leaves_it_as_it_was(ray_session: Any) -> No
     assert [path for path in new if f"{raylet}-" in path.name] == []
     # What is free is told to the cluster's head from time to time, not at once.
     deadline = time.monotonic() + 30
-    whole = ray_session.cluster_resources()["CPU"]
-    while (free := ray_session.available_resources().get("CPU", 0.0)) != whole:
-        assert time.monotonic() < deadline, (free, whole)
+    while (free := ray_session.available_resources().get("CPU", 0.0)) < before:
+        assert time.monotonic() < deadline, (free, before)
         time.sleep(0.2)

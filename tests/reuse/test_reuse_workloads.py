@@ -58,6 +58,12 @@ CHECKSUM_PIPELINES: dict[str, dict[str, Any]] = {
     },
 }
 WORKLOADS_EACH = 24
+FAMILIES = ("llama", "qwen3", "mistral_sliding", "qwen2")
+MIXED_WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+}
 
 
 @pytest.mark.parametrize("name", CHECKSUM_PIPELINES)
@@ -101,8 +107,12 @@ def check_checksum(job: Job, result: PrefillResult, kinds: str) -> None:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("reuse")
-    families = ("llama", "qwen3", "mistral_sliding")
-    return {family: make_tiny(family, base / family) for family in families}
+    return {
+        family: make_tiny(
+            family, base / family, overrides=MIXED_WINDOWS if family == "qwen2" else None
+        )
+        for family in FAMILIES
+    }
 
 
 async def answers_without_reuse(folder: Path, jobs: list[Job]) -> list[PrefillResult]:
@@ -115,7 +125,7 @@ async def answers_without_reuse(folder: Path, jobs: list[Job]) -> list[PrefillRe
         await pipeline.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_sliding"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("partition", "host_gib"),
     [((8,), None), ((1, 7), 0.01), ((3, 1, 4), None), ((2, 2, 3, 1), 0.01)],

@@ -30,7 +30,9 @@ class Chosen(random.Random):
 
 
 def tiny(stages: tuple[StageOptions, ...], bits: int) -> Scenario:
-    scenario = Scenario(*stages, block_size=1, wave_tokens_max=2, max_num_seqs=2, ring_depth=2)
+    scenario = Scenario(
+        *stages, block_size=1, wave_tokens_max=2, max_num_seqs=2, ring_depth=2, audit_every=5
+    )
     scenario.world._delays = Chosen(bits)
     scenario.ask("a", distinct(3, 0))
     scenario.ask("b", distinct(3, 0), cancel_s=0.004)

@@ -25,7 +25,7 @@ from wavepp.config import EngineConfig
 from wavepp.control.work import GroupFacts, SpanOutput, SpanWork, StageFacts, StageWork
 from wavepp.errors import ConfigError
 from wavepp.kernels.select import compute_dtype, select_ops
-from wavepp.kernels.wave import GroupWindow, Span, build_wave
+from wavepp.kernels.wave import Span, build_wave
 from wavepp.models.cache_pools import CachePools, host_pool_units, pool_units
 from wavepp.models.config import read_model_spec
 from wavepp.models.loader import CheckpointReader, DummyWeights
@@ -62,6 +62,7 @@ class TorchExecutor:
 
     def __init__(self, config: EngineConfig, stage: int) -> None:
         spec = read_model_spec(config.model, config.dtype)
+        _refuse_recurrent(spec)
         max_model_len = _max_model_len(config, spec)
         lo, hi = stage_layers(spec, config.pipeline_parallel_size, config.layer_partition)[stage]
         self._device = _device(config)
@@ -69,7 +70,7 @@ class TorchExecutor:
         self._threads_set_on: int | None = None
         self._block_size = config.block_size
         self._model = _load(config, spec, (lo, hi), self._device)
-        self._groups = [GroupWindow(name=g.name, window=g.window) for g in spec.groups_in(lo, hi)]
+        self._groups = self._model.wave_groups
         groups = _group_facts(config, spec, (lo, hi), max_model_len)
         self._pools = CachePools(
             spec,
@@ -106,7 +107,7 @@ class TorchExecutor:
                     self._pools.offload(group, device, host)
                 case BringBack(group=group, host=host, device=device):
                     self._pools.bring_back(group, host, device)
-                case _:  # the families here have no recurrent layers, so no working slots
+                case _:  # models with recurrent layers are refused, so there are no working slots
                     raise TypeError(effect)
 
     @torch.inference_mode()
@@ -140,6 +141,13 @@ class TorchExecutor:
         if self._device.type == "cpu" and self._threads_set_on != here:
             torch.set_num_threads(self._threads)
             self._threads_set_on = here
+
+
+def _refuse_recurrent(spec: ModelSpec) -> None:
+    if any(group.kind == "recurrent" for group in spec.groups):
+        raise ConfigError(
+            f"model_type {spec.family!r}: recurrent layers do not run in the engine yet"
+        )
 
 
 def _device(config: EngineConfig) -> torch.device:

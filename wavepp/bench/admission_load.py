@@ -162,7 +162,9 @@ class Lives:
         config = self.cache.config
         wants = SnapshotWants(interval=config.snapshot_interval, exact=(prompt.tail,))
         length = end - start
-        places = place_snapshots(start, length, wants, block_size=config.block_size)
+        places = place_snapshots(
+            start, length, wants, block_size=config.block_size, step=config.block_size
+        )
         return places.positions(start, length)
 
     def _hold(self, what: str, action: Callable[[], T]) -> T:

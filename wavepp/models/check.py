@@ -9,10 +9,10 @@ import torch
 
 from wavepp.errors import ConfigError
 from wavepp.models.config import read_model_spec
-from wavepp.models.loader import INDEX_NAME, CheckpointReader, NameRecorder
+from wavepp.models.loader import INDEX_NAME, CheckpointReader, stored_names
 from wavepp.models.partition import stage_layers
 from wavepp.models.spec import DTYPE_BYTES, CarryTensorSpec, ModelSpec
-from wavepp.models.stage import recorded
+from wavepp.models.stage import tensor_shapes
 
 NAMED_MAX = 3  # missing tensors that are named
 PROBLEMS_MAX = 8  # sentences about weights
@@ -158,15 +158,14 @@ def _weight_problems(spec: ModelSpec, folder: Path) -> tuple[str, ...]:
     """Missing and unreadable weights, in few sentences. Of each file only the header is read."""
     problems: dict[str, None] = {}  # a damaged file is one problem, not one for each tensor
     try:
+        shapes = tensor_shapes(spec, stored_names(folder))
         with CheckpointReader(folder, torch.float32, torch.device("cpu")) as weights:
-            wanted = recorded(spec, weights.names)
-            shapes = wanted.shapes
             missing = [name for name in shapes if not weights.has(name)]
             if missing:
                 first = ", ".join(missing[:NAMED_MAX]) + (", ..." if missing[NAMED_MAX:] else "")
                 problems[f"{INDEX_NAME}: {len(missing)} tensors are missing: {first}"] = None
             for name in filter(weights.has, shapes):
-                if problem := _problem_of(weights, name, wanted):
+                if problem := _problem_of(weights, name, shapes[name]):
                     problems[problem] = None
     except ConfigError as error:
         return (str(error),)
@@ -174,13 +173,9 @@ def _weight_problems(spec: ModelSpec, folder: Path) -> tuple[str, ...]:
     return (*list(problems)[:PROBLEMS_MAX], *((f"and {more} more like these",) if more > 0 else ()))
 
 
-def _problem_of(weights: CheckpointReader, name: str, wanted: NameRecorder) -> str | None:
-    shape = wanted.shapes[name]
+def _problem_of(weights: CheckpointReader, name: str, shape: tuple[int, ...] | None) -> str | None:
     try:
-        if name in wanted.leading:
-            weights.check_leading(name, shape[0])
-        else:
-            weights.check(name, shape)
+        weights.check(name, shape)
     except ConfigError as error:
         return str(error)
     return None

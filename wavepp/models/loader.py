@@ -8,7 +8,6 @@ place, so a stage never holds more than its own weights plus one tensor.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from wavepp.models.json_config import JsonConfig
 from wavepp.models.quantization import (
     Quantization,
     dequantize,
-    packed_form,
+    packed_shape,
     read_quantization,
     stored_parts,
 )
@@ -105,94 +104,95 @@ class CheckpointReader:
             begin += count
         return out
 
-    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The first elements of a tensor; see WeightSource."""
-        self.check_leading(name, count)
-        out = torch.empty((count,), dtype=dtype or self._dtype, device=self._device)
-        self.tensors_read.append(name)
-        return out.copy_(self._stored_tensor(name).reshape(-1)[:count])
+    def check(self, name: str, shape: tuple[int, ...] | None) -> None:
+        """Sees from its file's header that a tensor can be read; quantised ones are not decoded.
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Sees from its file's header that a tensor can be read.
+        Args:
+            shape: None: any.
 
         Raises:
             ConfigError: as `read`.
         """
-        packed = self._packed_form(name)
-        if packed is None:
-            found, kind = self._header(name)
-            self._require(name, found == shape, f"has shape {list(found)}, config.json says", shape)
-            self._require(name, kind in STORED_DTYPES, f"has dtype {kind}, which is not supported")
+        parts = self._quantised_parts(name)
+        if parts is None:
+            self._check_stored(name, shape, STORED_DTYPES)
             return
-        part = stored_parts(name, packed.format)[0]
-        expected, dtype = packed_form(packed.format, shape)
-        found, kind = self._header(part)
-        self._require(
-            part, found == expected, f"has shape {list(found)}, config.json says", expected
-        )
-        self._require(part, kind == dtype, f"has dtype {kind}, its format says {dtype}")
+        assert self._quantization is not None
+        packed = None if shape is None else packed_shape(shape, self._quantization.format)
+        self._check_stored(parts[0], packed, None)
+        for part in parts[1:]:
+            self._check_stored(part, None, None)
 
-    def check_leading(self, name: str, count: int) -> None:
-        """As `check`, for `read_leading`."""
-        found, kind = self._header(name)
-        enough = math.prod(found) >= count
-        self._require(name, enough, f"has shape {list(found)}, config.json says", (count,))
-        self._require(name, kind in STORED_DTYPES, f"has dtype {kind}, which is not supported")
-
-    def _require(
-        self, name: str, holds: bool, what: str, shape: tuple[int, ...] | None = None
+    def _check_stored(
+        self, name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...] | None
     ) -> None:
-        if not holds:
-            said = "" if shape is None else f" {list(shape)}"
-            file = self._folder / self._stored[name].file
-            raise ConfigError(f"{file}: {name!r} {what}{said}")
+        if name not in self._stored:
+            raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
+        stored = self._stored[name]
+        path = self._folder / stored.file
+        try:
+            header = self._handle(stored.file).get_slice(stored.name)
+            found, kind = tuple(header.get_shape()), header.get_dtype()
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: can't read {name!r}: {error}") from None
+        if shape is not None and found != shape:
+            raise ConfigError(
+                f"{path}: {name!r} has shape {list(found)}, config.json says {list(shape)}"
+            )
+        if dtypes is not None and kind not in dtypes:
+            raise ConfigError(f"{path}: {name!r} has dtype {kind}, which is not supported")
 
-    def _header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a stored tensor; only its file's header is read."""
+    def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The first elements of a tensor; see WeightSource."""
+        out = torch.empty((count,), dtype=dtype or self._dtype, device=self._device)
+        stored = self._mapped(name, None).reshape(-1)
+        if stored.shape[0] < count:
+            raise ConfigError(
+                f"{self._folder}: {name!r} has {stored.shape[0]} elements, config.json says {count}"
+            )
+        return out.copy_(stored[:count])
+
+    def _mapped(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
+        """The tensor, mapped from its file or decoded; `shape` None: whatever it has."""
+        self.check(name, shape)
+        tensor = self._decoded(name)
+        if tensor is None:
+            tensor = self._stored_tensor(name)
+        elif shape is not None and tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"model {str(self._folder)!r}: {name!r} has shape {list(tensor.shape)}, "
+                f"config.json says {list(shape)}"
+            )
+        self.tensors_read.append(name)
+        return tensor
+
+    def _decoded(self, name: str) -> Tensor | None:
+        """A quantised tensor as plain numbers; None: it is stored plainly."""
+        parts = self._quantised_parts(name)
+        if parts is None or self._quantization is None:
+            return None
+        tensors = {part: self._stored_tensor(part).to(self._device) for part in parts}
+        return dequantize(name, tensors, self._quantization)
+
+    def _quantised_parts(self, name: str) -> tuple[str, ...] | None:
+        """What a quantised tensor is stored as; None: it is stored plainly."""
+        if self._quantization is None:
+            return None
+        parts = stored_parts(name, self._quantization.format)
+        return parts if all(part in self._stored for part in parts) else None
+
+    def _stored_tensor(self, name: str) -> Tensor:
+        """One tensor as it is stored, mapped from its file."""
         if name not in self._stored:
             raise ConfigError(f"model {str(self._folder)!r}: no tensor {name!r} in the checkpoint")
         stored = self._stored[name]
         try:
-            part = self._handle(stored.file).get_slice(stored.name)
-            return tuple(part.get_shape()), str(part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            file = self._folder / stored.file
-            raise ConfigError(f"{file}: can't read {name!r}: {error}") from None
-
-    def _packed_form(self, name: str) -> Quantization | None:
-        """The format a tensor is quantised in; None: it is stored plainly."""
-        if self._quantization is None:
-            return None
-        parts = stored_parts(name, self._quantization.format)
-        return self._quantization if all(part in self._stored for part in parts) else None
-
-    def _mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, mapped from its file or decoded."""
-        self.check(name, shape)
-        packed = self._packed_form(name)
-        if packed is None:
-            tensor = self._stored_tensor(name)
-        else:
-            parts = stored_parts(name, packed.format)
-            tensors = {part: self._stored_tensor(part).to(self._device) for part in parts}
-            tensor = dequantize(name, tensors, packed)
-        self.tensors_read.append(name)
-        return tensor
-
-    def _stored_tensor(self, name: str) -> Tensor:
-        """One tensor as it is stored, mapped from its file."""
-        stored = self._stored[name]
-        try:
             tensor: Tensor = self._handle(stored.file).get_tensor(stored.name)
-        except (KeyError, SafetensorError, OSError) as error:
-            file = self._folder / stored.file
-            raise ConfigError(f"{file}: can't read {name!r}: {error}") from None
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{self._folder / stored.file}: can't read {name!r}: {error}"
+            ) from None
         return tensor
-
-    @property
-    def names(self) -> Container[str]:
-        """Names of all tensors in the checkpoint."""
-        return self._stored.keys()
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
@@ -249,14 +249,12 @@ class NameRecorder:
         have: names of the checkpoint in question, which decide between two spellings of one tensor.
 
     Attributes:
-        shapes: of everything that is asked for.
-        leading: names of which only the first elements are wanted.
+        shapes: of every tensor by name; None where the stored one may be larger.
     """
 
     def __init__(self, have: Container[str] = ()) -> None:
         self._have = have
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.leading: set[str] = set()
+        self.shapes: dict[str, tuple[int, ...] | None] = {}
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint in question has it."""
@@ -277,8 +275,17 @@ class NameRecorder:
 
     def read_leading(self, name: str, count: int, *, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor on the meta device; see WeightSource."""
-        self.leading.add(name)
-        return self.read(name, (count,), dtype=dtype)
+        self.shapes[name] = None
+        return torch.empty((count,), dtype=dtype, device="meta")
+
+
+def stored_names(folder: str | Path) -> frozenset[str]:
+    """Names of all tensors of a checkpoint; no weight is read.
+
+    Raises:
+        ConfigError: there is no checkpoint, or its index is damaged.
+    """
+    return frozenset(_weight_map(Path(folder)))
 
 
 def _is_there(name: str, have: Container[str], quantization: Quantization | None) -> bool:

@@ -86,15 +86,10 @@ def stored_parts(name: str, format: PackedFormat) -> tuple[str, ...]:
     return parts if format == "mxfp4" else (*parts, f"{stem}.weight_shape")
 
 
-def packed_form(format: PackedFormat, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    """Shape and safetensors dtype of the first of `stored_parts` of a weight [o, i]."""
-    match format:
-        case "fp8":
-            return shape, "F8_E4M3"
-        case "mxfp4":
-            return (*shape[:-1], -(-shape[-1] // 2)), "U8"
-        case "int4":
-            return (*shape[:-1], -(-shape[-1] // 8)), "I32"
+def packed_shape(shape: tuple[int, ...], format: PackedFormat) -> tuple[int, ...]:
+    """The stored shape of the first of `stored_parts`, for a weight of this shape."""
+    per_element = {"fp8": 1, "mxfp4": 2, "int4": 8}[format]
+    return (*shape[:-1], -(-shape[-1] // per_element))
 
 
 def dequantize(name: str, tensors: Mapping[str, Tensor], quantization: Quantization) -> Tensor:

@@ -204,17 +204,13 @@ def _top_k(spec: ModelSpec, group: str) -> int | None:
     return indexers[0].top_k if indexers and indexers[0] is not None else None
 
 
-def recorded(spec: ModelSpec, have: Container[str] = ()) -> NameRecorder:
-    """What a whole model reads, noted without reading any of it.
+def tensor_shapes(spec: ModelSpec, have: Container[str] = ()) -> dict[str, tuple[int, ...] | None]:
+    """Names and shapes of all weights a whole model reads, without reading any; shape None where
+    the stored tensor may be larger.
 
     Args:
         have: names of a checkpoint, which decide where there are two spellings.
     """
     recorder = NameRecorder(have)
     StageModel(spec, 0, spec.num_layers, recorder, select_ops(torch.device("meta")))
-    return recorder
-
-
-def tensor_shapes(spec: ModelSpec, have: Container[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all weights a whole model reads, without reading any."""
-    return recorded(spec, have).shapes
+    return recorder.shapes

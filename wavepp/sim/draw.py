@@ -27,6 +27,8 @@ CANCEL_PHASES = (
     Phase.READY,
     Phase.DEFERRED,
     Phase.CLAIMING,
+    Phase.RETRYING,  # rare, so asked for more often
+    Phase.RETRYING,
     Phase.RETRYING,
     Phase.WAITING,
     Phase.ADMITTED,
@@ -46,11 +48,11 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
     kinds = _kinds(rng)
     sizes = _Sizes(block=block, pool=pool, lanes=lanes, scarce=rng.random() < 0.4)
     stages = tuple(_stage(rng, kind, sizes) for kind in kinds)
-    if rng.random() < 0.06:
+    if rng.random() < 0.1:
         stages = _shrink(rng, stages)
     jobs = draw_jobs(random.Random(f"{seed}/jobs"), block=block, pool=_smallest(stages, pool))
     last_s = max(job.at_s for job in jobs)
-    agreement: Agreement = rng.choice(("set", "stepwise"))
+    agreement: Agreement = rng.choice(("set", "stepwise", "stepwise"))
     options = WorldOptions(
         stages=stages,
         block_size=block,
@@ -161,7 +163,7 @@ def _faults(rng: random.Random) -> Faults:
     return Faults(
         tail=rate(0.01, 0.05),
         slow=rate(0.02, 0.1),
-        error=rate(0.0, 0.02, 0.1),
+        error=rate(0.0, 0.02, 0.1, 0.2),
         guilty=rng.choice((0.2, 0.6)),
         reset=rate(0.0, 0.01, 0.05),
         storm=rate(0.3, 0.9, 1.0),

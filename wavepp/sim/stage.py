@@ -180,7 +180,8 @@ class SimStage:
         self.ports.count("storm")
         parts = self.control.cache._parts
         for group, pool in enumerate(parts.pools):
-            count = self.ports.rng.randint(0, max(pool.spare, 0))
+            spare = max(pool.spare, 0)
+            count = self.ports.rng.choice((spare, max(spare - 1, 0), spare // 2, 0))
             units, effects = allocate(parts, group, count, Hold())
             self.device.perform(tuple(effects))
             pool.give(units)

@@ -1,0 +1,74 @@
+"""Families beyond the dense ones in a running engine; those that do not run there are refused."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from model_oracle import oracle_logits, random_prompt
+
+from wavepp import LLM
+from wavepp.actors.executors import torch_executor
+from wavepp.config import EngineConfig
+from wavepp.errors import ConfigError
+from wavepp.models.cache_pools import CachePools
+from wavepp.models.config import read_model_spec
+
+RUNNING = ("deepseek_v3", "minimax_m2", "glm_moe_dsa", "qwen3_moe", "gemma3_text")
+REFUSED = ("kimi_linear", "kimi_k3", "qwen3_next", "qwen3_5_text")
+
+
+@pytest.mark.parametrize("family", RUNNING)
+def test_first_tokens_equal_transformers(tiny_folder, tiny_oracle, family):
+    rng = random.Random(family)
+    shared = random_prompt(rng, 64)
+    prompts = [random_prompt(rng, 1), shared, shared + random_prompt(rng, 90)]
+    oracle = tiny_oracle(family)
+    expected = [int(oracle_logits(oracle, prompt)[-1].argmax()) for prompt in prompts]
+    with LLM(
+        model=tiny_folder(family),
+        transport="local",
+        pipeline_parallel_size=2,
+        max_model_len=256,
+        threads_per_stage=1,
+        dtype="float32",
+    ) as llm:
+        for _ in range(2):  # the second time from the cache
+            results = llm.prefill(prompts)
+            assert [result.token_ids[0] for result in results] == expected
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_recurrent_layers_are_refused(tiny_folder, family):
+    folder = tiny_folder(family)
+    config = EngineConfig(model=str(folder), pipeline_parallel_size=2)
+    found = read_model_spec(folder).family
+    with pytest.raises(ConfigError, match=f"model_type '{found}': recurrent layers do not run"):
+        torch_executor(config, 0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "kimi_linear"])
+def test_blocks_and_states_come_back_from_the_host(tiny_folder, family):
+    spec = read_model_spec(tiny_folder(family))
+    units = {group.name: 6 for group in spec.groups}
+    pools = CachePools(
+        spec,
+        (0, spec.num_layers),
+        units=units,
+        host_units=units,
+        block_size=16,
+        device=torch.device("cpu"),
+    )
+    for pool in (pool for layer in pools.layers for pool in layer):
+        pool.copy_(torch.arange(pool.numel()).reshape(pool.shape) % 251)
+    before = [[pool.clone() for pool in layer] for layer in pools.layers]
+    ids = [np.array(some, dtype=np.int32) for some in ([1, 4], [5, 0], [2, 3])]
+    for group in units:
+        pools.offload(group, ids[0], ids[1])
+        pools.bring_back(group, ids[1], ids[2])
+    for was, now in zip(before, pools.layers, strict=True):
+        for old, new in zip(was, now, strict=True):
+            assert torch.equal(new[[2, 3]], old[[1, 4]])
+            assert torch.equal(new[[0, 1, 4, 5]], old[[0, 1, 4, 5]])
