@@ -48,7 +48,7 @@ class OneStage:
         self.pools = pools
 
     @torch.inference_mode()
-    def run(self, tokens, start, end, table, slot, snapshots=()) -> torch.Tensor:
+    def run(self, tokens, start, end, *, table, slot, snapshots=()) -> torch.Tensor:
         states = self.pools.span_states(start, slot, snapshots)
         tables = {"attention": np.array(table, dtype=np.int32)}
         span = Span(start=start, length=end - start, tables=tables, states=states)
@@ -64,8 +64,15 @@ def test_restored_slot_goes_on_bit_equal(tiny_folder, tiny_oracle, family, from_
     stage = OneStage(tiny_folder(family), pools_of(tiny_folder(family), host=2))
     tokens = random_prompt(random.Random(1), 250)
     table = [7, 2, 9, 4]
-    stage.run(tokens, 0, 200, table, 1, [(128, {"recurrent": 3}), (192, {"recurrent": 0})])
-    first = stage.run(tokens, 200, 250, table, 1)
+    stage.run(
+        tokens,
+        0,
+        200,
+        table=table,
+        slot=1,
+        snapshots=[(128, {"recurrent": 3}), (192, {"recurrent": 0})],
+    )
+    first = stage.run(tokens, 200, 250, table=table, slot=1)
     expected = oracle_logits(tiny_oracle(family), tokens)[200:]
     torch.testing.assert_close(first, expected, atol=1e-4, rtol=0)
     if from_host:
@@ -75,19 +82,19 @@ def test_restored_slot_goes_on_bit_equal(tiny_folder, tiny_oracle, family, from_
             if pool.shape[0] == 4 + SLOTS:
                 pool[3] = float("nan")
     stage.pools.restore("recurrent", 1 if from_host else 3, 2, from_host=from_host)
-    again = stage.run(tokens, 128, 200, [7, 2, 8, 5], 2)
-    more = stage.run(tokens, 200, 250, [7, 2, 8, 5], 2)
+    again = stage.run(tokens, 128, 200, table=[7, 2, 8, 5], slot=2)
+    more = stage.run(tokens, 200, 250, table=[7, 2, 8, 5], slot=2)
     torch.testing.assert_close(more, expected, atol=1e-4, rtol=0)
     stage.pools.restore("recurrent", 1 if from_host else 3, 0, from_host=from_host)
-    assert torch.equal(stage.run(tokens, 128, 200, [7, 2, 1, 0], 0), again)
+    assert torch.equal(stage.run(tokens, 128, 200, table=[7, 2, 1, 0], slot=0), again)
 
 
 def test_slot_of_another_request_does_not_matter_at_the_start(tiny_folder):
     stage = OneStage(tiny_folder("kimi_linear"), pools_of(tiny_folder("kimi_linear")))
     tokens = random_prompt(random.Random(1), 70)
-    clean = stage.run(tokens, 0, 70, [1, 2], 0)
-    stage.run(random_prompt(random.Random(2), 90), 0, 90, [3, 4], 1)
-    assert torch.equal(stage.run(tokens, 0, 70, [5, 6], 1), clean)
+    clean = stage.run(tokens, 0, 70, table=[1, 2], slot=0)
+    stage.run(random_prompt(random.Random(2), 90), 0, 90, table=[3, 4], slot=1)
+    assert torch.equal(stage.run(tokens, 0, 70, table=[5, 6], slot=1), clean)
 
 
 def test_units_leave_room_for_snapshots(tiny_folder):
