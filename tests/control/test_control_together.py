@@ -129,7 +129,7 @@ def test_an_id_is_free_again_after_its_abort(world: World, rng: random.Random) -
     assert world.results["same"].finish_reason in ("length", "stop")
 
 
-def test_abort_during_the_last_wave_is_an_abort() -> None:
+def test_rows_c1_c8_abort_during_the_last_wave_is_an_abort() -> None:
     world = World(stages=2)
     world.arrive("a", list(range(10, 16)))
     while not world.parcels[-1]:
@@ -141,7 +141,7 @@ def test_abort_during_the_last_wave_is_an_abort() -> None:
     world.drain()
 
 
-def test_blocks_of_an_aborted_request_are_not_reused_before_its_last_wave() -> None:
+def test_row_c3_blocks_of_an_aborted_request_are_not_reused_before_its_last_wave() -> None:
     """The pool holds one request: B asks for A's blocks while A's chunks are still under way."""
     world = World(stages=4, blocks=4, wave_tokens=4, ring_depth=8)
     world.arrive("a", list(range(10, 26)))
