@@ -99,11 +99,7 @@ def throughput(
     prompt_len: Annotated[int, typer.Option(min=1, metavar="N", help="tokens in a prompt")] = 4096,
     requests: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="in a timed run; default: 8, or the concurrency; of a trace: all",
-        ),
+        typer.Option(min=1, metavar="N", help="in a run; default: 8, the concurrency, a trace's"),
     ] = None,
     request_rate: Annotated[
         str | None,

@@ -236,7 +236,8 @@ async def _cell(engine: Engine, plan: Plan, cell: _Cell, other: TransformersBase
     for repeat in range(plan.repeats):
         made = _asks(plan, cell, repeat)
         if shares_prefixes(cell.workload) and cell.shape.prefix_len:
-            await run_closed_loop(engine, [[*p, 5] for p in prefixes(cell.shape)], 1)  # prime
+            primed = [[*prefix, 5] for prefix in prefixes(cell.shape)]
+            await run_closed_loop(engine, primed, len(primed))
         elif cell.workload == "trace":
             await engine.reset_prefix_cache()
         runs.append(await _timed_run(engine, cell, made, repeat))
