@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,24 @@ def test_only_what_is_between_the_marks_is_written(tmp_path: Path) -> None:
     page.write_text("no marks")
     with pytest.raises(ConfigError, match="needs the lines"):
         write_section(report(), page)
+
+
+def test_rows_are_measured_and_written(tmp_path: Path) -> None:
+    page, figure, out = tmp_path / "page.md", tmp_path / "waves.png", tmp_path / "out.json"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    run(
+        config(block_size=64),
+        plan(rows="greedy"),
+        json_file=out,
+        results=page,
+        plot_file=figure,
+        command="wavepp bench ablation --rows greedy",
+    )
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["row"], row["workload"], row["concurrency"]) for row in rows] == [
+        ("greedy", "cold", 2),
+        ("greedy", "reuse", 3),
+    ]
+    assert [row["good_hit_rate"] for row in rows] == [None, 1.0]
+    assert "wavepp bench ablation --rows greedy" in page.read_text()
+    assert figure.read_bytes().startswith(b"\x89PNG")
