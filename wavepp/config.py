@@ -105,15 +105,29 @@ class EngineConfig(BaseModel):
 
     # Waves
     max_num_batched_tokens: int = Field(
-        default=2048, ge=1, description="M: most tokens in one wave"
+        default=2048,
+        ge=1,
+        description="M: most tokens in one wave, a multiple of B (planner greedy takes any); the "
+        "default is rounded down to one",
     )
     min_wave_tokens: int | None = Field(
-        default=None, ge=1, description="b_min: smallest wave budget; default M/2"
+        default=None,
+        ge=1,
+        description="b_min: smallest wave budget, a multiple of B; default M/2, rounded down",
     )
     max_num_seqs: int = Field(default=16, ge=1, description="lanes: requests admitted at once")
-    planner: Literal["greedy"] = Field(
-        default="greedy",
-        description="picks wave sizes; greedy: first come, first served, as full as M",
+    planner: Literal["greedy", "static", "mpu", "balanced"] = Field(
+        default="mpu",
+        description="picks wave sizes; mpu: as large as leaves enough waves for every stage; "
+        "balanced: the same in equal times, as measured; static: M tokens, by the same rules; "
+        "greedy: first come, first served, as full as M",
+    )
+    progress_deadline_ms: float = Field(
+        default=50.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="longest time that work is held back for the sake of fuller waves, in "
+        "milliseconds",
     )
 
     # Cache
@@ -224,6 +238,17 @@ class EngineConfig(BaseModel):
             raise ValueError("write it as comma-separated numbers of layers, such as 8,8,7,7")
         return tuple(int(part) for part in parts)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_default_wave(cls, given: object) -> object:
+        """The default of M fits the block size that was given."""
+        if not isinstance(given, dict) or "max_num_batched_tokens" in given:
+            return given
+        default, block = cls.model_fields["max_num_batched_tokens"].default, given.get("block_size")
+        if not isinstance(block, int) or block < 1 or default % block == 0:
+            return given
+        return {**given, "max_num_batched_tokens": max(align_down(default, block), block)}
+
     @model_validator(mode="after")
     def _check_emulation(self) -> Self:
         if self.device == "emulated":
@@ -263,7 +288,23 @@ class EngineConfig(BaseModel):
                 f"min_wave_tokens {self.min_wave_tokens} exceeds "
                 f"max_num_batched_tokens {self.max_num_batched_tokens}"
             )
+        if self.planner != "greedy":
+            self._check_wave_sizes()
         return self
+
+    def _check_wave_sizes(self) -> None:
+        """Budgets are whole blocks; only the greedy planner knows no budgets."""
+        block = self.block_size
+        for name in ("max_num_batched_tokens", "min_wave_tokens"):
+            value = getattr(self, name)
+            if value is None or value % block == 0:
+                continue
+            lower = align_down(value, block)
+            fitting = f"{lower} or {lower + block}" if lower else f"{block}"
+            raise ValueError(
+                f"{name} {value} is no multiple of block_size {block}: take {fitting} "
+                "(planner greedy takes any)"
+            )
 
     @property
     def ring_waves(self) -> int:
@@ -272,7 +313,7 @@ class EngineConfig(BaseModel):
 
     @property
     def wave_tokens_min(self) -> int:
-        """b_min: the smallest wave budget, a multiple of B where M allows it."""
+        """b_min: the smallest wave budget; as a default a multiple of B, if M holds two blocks."""
         if self.min_wave_tokens is not None:
             return self.min_wave_tokens
         half = align_down(self.max_num_batched_tokens // 2, self.block_size)

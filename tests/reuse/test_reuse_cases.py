@@ -90,7 +90,7 @@ async def test_prefix_of_an_aborted_request_is_right() -> None:
 
 async def test_blocks_of_an_aborted_request_go_to_another_when_its_last_wave_is_over() -> None:
     """The pool holds one of them; A's chunks are on their way through the stages when it ends."""
-    options = {**FOUR, "num_gpu_blocks_override": 16}
+    options = {**FOUR, "num_gpu_blocks_override": 16, "min_wave_tokens": 16}
     async with local(partial(ChecksumExecutor, wave_s=0.01), **options) as pipeline:
         for turn in range(4):
             a, b = distinct(64), distinct(64, 100 + 64 * turn)

@@ -275,6 +275,7 @@ class DriverCore:
                 outputs=parcel.outputs,
                 errors=parcel.errors,
                 acks=tuple(report.ack for report in parcel.reports),
+                stage_seconds=tuple(report.busy_s for report in parcel.reports),
             )
         )
 
@@ -349,6 +350,9 @@ def driver_options(config: EngineConfig) -> DriverOptions:
         ring_depth=config.ring_waves,
         wave_tokens_max=config.max_num_batched_tokens,
         wave_tokens_min=config.wave_tokens_min,
+        planner=config.planner,
+        pipeline_fill=config.pipeline_fill,
+        progress_deadline_s=config.progress_deadline_ms / 1000.0,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         max_num_queued_reqs=config.max_num_queued_reqs,

@@ -103,6 +103,11 @@ class StageReport:
         """Whose report."""
         return self.ack.stage
 
+    @property
+    def busy_s(self) -> float:
+        """How long the stage computed the wave."""
+        return self.done_s - self.forward_from_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
