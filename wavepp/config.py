@@ -19,7 +19,7 @@ from wavepp.errors import ConfigError
 from wavepp.units import align_down
 from wavepp.validation import first_problem, nearest
 
-Device = Literal["cpu", "cuda"]
+Device = Literal["cpu", "cuda", "emulated"]
 THREADS_MAX = 1024  # some way above, torch's thread pool falls over with no error to catch
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -36,7 +36,8 @@ class EngineConfig(BaseModel):
 
     # Model
     model: str = Field(
-        description="folder of a Hugging Face checkpoint (config.json, *.safetensors)"
+        description="folder of a Hugging Face checkpoint (config.json, *.safetensors); with device "
+        "emulated only a name, by default the cost model's"
     )
     tokenizer: str | None = Field(
         default=None, description="folder of the tokenizer; default: the model's"
@@ -59,7 +60,26 @@ class EngineConfig(BaseModel):
     )
 
     # Pipeline
-    device: Device = Field(default="cpu", description="where stages compute")
+    device: Device = Field(
+        default="cpu",
+        description="where stages compute; emulated: nowhere, each wave takes the time that "
+        "--cost-model says",
+    )
+    cost_model: str | None = Field(
+        default=None,
+        description="emulated devices: name of a cost model, or a YAML file (docs/emulation.md)",
+    )
+    time_scale: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="emulated devices: seconds here for a second of theirs",
+    )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="emulated devices: devices that share each stage's layers; else 1",
+    )
     pipeline_parallel_size: int = Field(default=1, ge=1, description="P: stages")
     layer_partition: tuple[int, ...] | None = Field(
         default=None, description="layers per stage; default: balanced"
@@ -189,7 +209,15 @@ class EngineConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError(first_problem(error, type(self).model_fields)[0]) from None
 
-    @field_validator("model", "tokenizer", "trace", mode="before")
+    @model_validator(mode="before")
+    @classmethod
+    def _name_emulated_model(cls, data: Any) -> Any:
+        """An emulated model needs no checkpoint: its name is the cost model's."""
+        if isinstance(data, dict) and data.get("device") == "emulated" and "model" not in data:
+            return {**data, "model": str(data.get("cost_model"))}
+        return data
+
+    @field_validator("model", "tokenizer", "trace", "cost_model", mode="before")
     @classmethod
     def _take_paths(cls, value: object) -> object:
         """Takes a pathlib.Path where a folder or file is named."""
@@ -220,6 +248,23 @@ class EngineConfig(BaseModel):
         if not isinstance(block, int) or block < 1 or default % block == 0:
             return given
         return {**given, "max_num_batched_tokens": max(align_down(default, block), block)}
+
+    @model_validator(mode="after")
+    def _check_emulation(self) -> Self:
+        if self.device == "emulated":
+            if self.cost_model is None:
+                raise ValueError("device emulated needs a cost_model")
+            return self
+        for name, default in (
+            ("cost_model", None),
+            ("time_scale", 1.0),
+            ("tensor_parallel_size", 1),
+        ):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is for device emulated, not {self.device}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -121,7 +121,8 @@ class StageStats:
     """One stage: what its LOOP thread did since the engine started, and its cache now.
 
     Attributes:
-        wait_s: no_wave | activation | materialize -> seconds.
+        busy_s, wait_s (no_wave | activation | materialize | sending -> seconds): all time until
+            its latest wave's end. idle_s: seconds since then. cpu_s: of its process.
         blocks_used: held by requests; the rest is free or cached and idle.
         blocks_cached: reusable, whether or not a request uses them; some are among blocks_used.
         leases, escrows: requests that hold one; escrow_blocks: what all escrows together promise.
@@ -135,6 +136,7 @@ class StageStats:
     layers: tuple[int, int]
     busy_s: float
     wait_s: Mapping[str, float] = field(default_factory=dict)
+    idle_s: float = 0.0
     waves: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
@@ -151,6 +153,7 @@ class StageStats:
     lock_hold_max_s: float = 0.0
     invariant_violations: int = 0
     pid: int = 0
+    cpu_s: float = 0.0
 
     @property
     def cache_usage(self) -> float:
@@ -170,6 +173,7 @@ class EngineStats:
         deferred: times a request waited for a prefix that another one was computing.
         lease_age_s_max: age of the oldest lease that is not materialised yet.
         wave_tokens: sizes of the latest waves, oldest first (bounded).
+        driver_cpu_s: CPU seconds of the driver's process (with `--transport local` everybody's).
     """
 
     requests_waiting: int
@@ -192,6 +196,7 @@ class EngineStats:
     lease_age_s_max: float = 0.0
     stages: tuple[StageStats, ...] = ()
     wave_tokens: tuple[int, ...] = ()
+    driver_cpu_s: float = 0.0
 
     @property
     def lock_hold_max_s(self) -> float:

@@ -144,6 +144,7 @@ class DriverCore:
             lease_age_s_max=self._clock() - min(leases) if leases else 0.0,
             stages=stages,
             wave_tokens=tuple(self._wave_sizes),
+            driver_cpu_s=time.process_time(),
         )
 
     async def reset_prefix_cache(self, stage: int | None) -> bool:

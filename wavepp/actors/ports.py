@@ -22,11 +22,26 @@ Carry = Mapping[str, Any]  # name -> tensor, as the model's spec declares at thi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTimes:
+    """What a device did with one wave, in seconds on its node's monotonic clock: copies from
+    `from_s`, computes from `computing_s` to `done_s`, is held by its sending until `sent_s`."""
+
+    from_s: float
+    computing_s: float
+    done_s: float
+    sent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """What one stage made of one wave: a carry, or on the last stage the spans' outputs."""
+    """What one stage made of one wave: a carry, or on the last stage the spans' outputs.
+
+    `device`: when that was, if the executor knows better than who called it.
+    """
 
     carry: Carry | None = None
     outputs: tuple[SpanOutput, ...] = ()
+    device: DeviceTimes | None = None
 
 
 class StageExecutor(Protocol):
@@ -67,10 +82,14 @@ class StageReport:
     """What a stage says of one wave beside its result: how far it has applied the log, and when it
     did what, in seconds on its node's monotonic clock.
 
-        previous wave done .. prepare_from_s   no wave
+        previous wave sent .. prepare_from_s   no wave
         prepare_from_s .. prepared_s           materialize
         prepared_s .. forward_from_s           waiting for the activation
         forward_from_s .. done_s               busy
+        done_s .. next wave                    sending, where it holds the stage
+
+    Where the executor knows the device's times, the last two are the device's, which may not wait
+    for what comes before them here.
     """
 
     ack: StageAck

@@ -174,7 +174,7 @@ async def _answer(call: Awaitable[T | WavePPError]) -> T:
 
 def with_whole_paths(config: EngineConfig) -> EngineConfig:
     """The same configuration for processes that run in another folder."""
-    paths = {"model": config.model, "trace": config.trace}
+    paths = {"model": config.model, "trace": config.trace, "cost_model": config.cost_model}
     whole = {
         name: os.path.abspath(path)
         for name, path in paths.items()
