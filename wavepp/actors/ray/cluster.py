@@ -43,6 +43,11 @@ class Cluster:
         if raylet_pid is not None:  # a program may end without closing its engine
             atexit.register(self.leave)
 
+    @property
+    def is_own(self) -> bool:
+        """It was started here, and ends with `leave`."""
+        return self._raylet_pid is not None
+
     @classmethod
     def join_or_start(cls) -> Cluster:
         """Uses the Ray this process is connected to, or RAY_ADDRESS, or starts one on this machine.

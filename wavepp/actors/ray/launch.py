@@ -29,7 +29,7 @@ from wavepp.actors.ray.stage_actor import factory_name
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import EngineDeadError, WavePPError
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced
 
 # isort: split
 import ray
@@ -65,14 +65,19 @@ class RayPipeline:
             await self.close()
             raise
 
-    async def submit(self, request: PrefillRequest) -> PrefillResult:
+    async def submit(self, request: PrefillRequest, *, stream: bool = False) -> PrefillResult:
         """As EngineBackend.submit."""
         driver = self._running()
         try:
-            return await _answer(driver.submit.remote(request))
+            return await _answer(driver.submit.remote(request, stream))
         except asyncio.CancelledError:
             driver.abort.remote(request.request_id)
             raise
+
+    async def more(self, request_id: str, known: int) -> tuple[Produced, ...]:
+        """As EngineBackend.more."""
+        more: tuple[Produced, ...] = await _answer(self._running().more.remote(request_id, known))
+        return more
 
     async def abort(self, request_id: str) -> bool:
         """As EngineBackend.abort."""
@@ -126,13 +131,13 @@ class RayPipeline:
             group=self._group,
             num_cpus=num_cpus,
             num_gpus=1.0 if config.device == "cuda" else 0.0,
-            env=_worker_env(threads_per_stage(config)),
+            env=worker_env(threads_per_stage(config)),
         )
         self._driver = RemoteDriverActor.options(
             num_cpus=0,
             max_restarts=0,
             max_concurrency=CALLS_MAX,
-            runtime_env={"env_vars": _worker_env(1)},
+            runtime_env={"env_vars": worker_env(1)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=0
             ),
@@ -176,7 +181,7 @@ def with_whole_paths(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update=whole)
 
 
-def _worker_env(threads: int) -> dict[str, str]:
+def worker_env(threads: int) -> dict[str, str]:
     """What worker processes need before they import anything: timeouts, threads, our modules."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     path = os.pathsep.join(entry for entry in sys.path if entry)
