@@ -32,18 +32,26 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def server(ray_session: Any, tiny_llama: Path) -> Iterator[str]:
+def serve_address(ray_session: Any) -> Iterator[str]:
+    """Where this session's Ray Serve listens."""
+    from ray import serve
+
+    port = free_port()
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+@pytest.fixture(scope="session")
+def server(serve_address: str, tiny_llama: Path) -> str:
     """The address of a server on Ray Serve with two stages on Ray."""
     from ray import serve
 
     from wavepp.serve import app_builder
 
-    port = free_port()
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     arguments = {"model": str(tiny_llama), "max_model_len": MODEL_LEN, **ENGINE}
     serve.run(app_builder(arguments), name="wavepp")
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
+    return serve_address
 
 
 Endpoints = Callable[..., Any]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from conftest import ENGINE, free_port
+from conftest import ENGINE
 
 from wavepp import Engine, EngineConfig
 from wavepp.serve.routing import PrefixMemory
@@ -75,7 +74,7 @@ def family_prompts(seed: int) -> list[list[int]]:
 
 
 @pytest.mark.ray
-async def test_two_pipelines_hit_more_than_by_turns(ray_session: Any, tiny_llama: Path) -> None:
+async def test_two_pipelines_hit_more_than_by_turns(serve_address: str, tiny_llama: Path) -> None:
     from ray import serve
 
     from wavepp.serve import app_builder
@@ -83,12 +82,10 @@ async def test_two_pipelines_hit_more_than_by_turns(ray_session: Any, tiny_llama
     prompts = family_prompts(1)
     config = {"model": str(tiny_llama), **ENGINE, "transport": "local"}
     by_turns = await cached_by_turns(EngineConfig(**config), prompts)
-    serve.start(proxy_location="HeadOnly", http_options={"port": free_port()})
     application = app_builder({**config, "num_replicas": 2})
     await asyncio.to_thread(serve.run, application, name="two", route_prefix="/two")
     try:
-        options = serve.context._get_global_client().http_config
-        address = f"http://{options.host}:{options.port}/two"
+        address = f"{serve_address}/two"
         async with httpx.AsyncClient(base_url=address, timeout=120) as client:
             await asyncio.to_thread(wait_for, address)
             cached, tokens = 0, []

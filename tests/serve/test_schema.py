@@ -21,8 +21,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(0 if CASES > 100 else 300)]
 def try_operation(operation: Any) -> int:
     """Sends cases of one endpoint; returns how many."""
     count = 0
+    cases = operation.as_strategy()
+    if operation.body:
+        cases |= operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE)
 
-    @hypothesis.given(case=operation.as_strategy())
+    @hypothesis.given(case=cases)
     @hypothesis.settings(
         max_examples=CASES,
         deadline=None,
@@ -46,5 +49,5 @@ def try_operation(operation: Any) -> int:
 def test_no_request_makes_the_server_fail(server: str) -> None:
     schema: Any = schemathesis.openapi.from_url(f"{server}/openapi.json")
     tried = [try_operation(found.ok()) for found in schema.get_all_operations()]
-    assert len(tried) >= 16
+    assert len(tried) >= 15
     assert min(tried) > 0
