@@ -156,7 +156,37 @@ def throughput(
     run(config, plan, json_file, plot)
 
 
+def serve(
+    config: EngineConfig,
+    host: Annotated[str, typer.Option(metavar="TEXT", help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="to listen on")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="ask clients for this bearer token")
+    ] = None,
+    max_body_mib: Annotated[
+        float, typer.Option(metavar="X", help="refuse request bodies larger than this")
+    ] = 32,
+    num_replicas: Annotated[
+        int, typer.Option(min=1, metavar="N", help="engines, each a whole pipeline")
+    ] = 1,
+    shutdown_timeout_s: Annotated[
+        float, typer.Option(min=0, metavar="X", help="for requests in flight when told to stop")
+    ] = 60.0,
+) -> None:
+    """Serve OpenAI's HTTP API on Ray Serve, until SIGTERM or Ctrl-C."""
+    from wavepp.commands.serve import run
+
+    options = {
+        "api_key": api_key,
+        "max_body_mib": max_body_mib,
+        "num_replicas": num_replicas,
+        "shutdown_timeout_s": shutdown_timeout_s,
+    }
+    run(config, options, host=host, port=port)
+
+
 app.command("run-batch")(engine_command(run_batch))
+app.command("serve")(engine_command(serve))
 bench.command("throughput")(engine_command(throughput, left_out=frozenset({"trace"})))
 bench.command("ablation")(engine_command(run_ablation, left_out=frozenset({"trace"})))
 
@@ -196,6 +226,74 @@ def admission(
         stages=stages,
         runs=runs,
         repeats=repeats,
+        seed=seed,
+    )
+    run(plan, json_file)
+
+
+@bench.command("serve")
+def bench_serve(
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="of the server")
+    ] = "http://127.0.0.1:8000",
+    endpoint: Annotated[str, typer.Option(metavar="PATH", help="to send to")] = "/v1/completions",
+    model: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="default: the first the server lists")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="the server's bearer token")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, metavar="N", help="requests to send")] = 1000,
+    dataset_path: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="prompts, a line each (JSON with prompt, or text)"),
+    ] = None,
+    random_input_len: Annotated[
+        int, typer.Option(min=1, metavar="N", help="tokens of a random prompt")
+    ] = 1024,
+    random_output_len: Annotated[
+        int, typer.Option(min=0, metavar="N", help="max_tokens of every request")
+    ] = 1,
+    random_prefix_len: Annotated[
+        int, typer.Option(min=0, metavar="N", help="tokens before them, alike in all prompts")
+    ] = 0,
+    vocab_size: Annotated[
+        int, typer.Option(min=10, metavar="N", help="random tokens are drawn below it")
+    ] = 500,
+    request_rate: Annotated[
+        float | None, typer.Option(min=0.001, metavar="X", help="requests a second; default: all")
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="most requests in flight")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="every answer is as long as it may be")
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="of prompts and arrivals")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="write all numbers here")
+    ] = None,
+) -> None:
+    """Measure a server of OpenAI's API under load: throughput, times to first token and to the end.
+
+    Options, numbers and print are those of `vllm bench serve`.
+    """
+    from wavepp.bench.serve import Plan, run
+
+    plan = Plan(
+        base_url=base_url,
+        endpoint=endpoint,
+        model=model,
+        api_key=api_key,
+        num_prompts=num_prompts,
+        dataset_path=dataset_path,
+        random_input_len=random_input_len,
+        random_output_len=random_output_len,
+        random_prefix_len=random_prefix_len,
+        vocab_size=vocab_size,
+        request_rate=request_rate,
+        max_concurrency=max_concurrency,
+        ignore_eos=ignore_eos,
         seed=seed,
     )
     run(plan, json_file)

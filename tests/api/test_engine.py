@@ -99,7 +99,7 @@ async def test_sampling_repeats_with_a_seed(tiny_llama: Path) -> None:
         (None, {}, "prompt_token_ids: "),
         ("\ud800", {}, "not valid Unicode"),
         ([5], {"max_token": 1}, "unknown field 'max_token'; did you mean 'max_tokens'"),
-        ([5], {"max_tokens": 2}, "ask for 0 or 1"),
+        ([5], {"max_tokens": 101}, "has 1 tokens and max_tokens is 101; max_model_len is 100"),
         ([5], {"cache_salt": b"x"}, "cache_salt: "),
         ([5], {"cache_salt": "x" * 1025}, "cache_salt: "),
         ([5], {"logprobs": True}, "logprobs: "),

@@ -24,6 +24,7 @@ from wavepp.control.facts import (
     LaunchWave,
     RoundAnswered,
     SendRound,
+    TellProduced,
     TimerFired,
     WaveCompleted,
 )
@@ -100,6 +101,7 @@ class World:
         self.arrived = 0
         self.inner_ids: dict[str, RequestId] = {}  # of the latest request of that name
         self.results: dict[str, PrefillResult] = {}
+        self.told: dict[str, list[int]] = {}
         self.spans: list[SpanPlan] = []
         self.admissions: list[Admit] = []
         self.claims: list[Claim] = []
@@ -125,9 +127,11 @@ class World:
             max_tokens=max_tokens,
             sampling=Sampling(prompt_logprobs=1 if scores else None),
             namespace=salt,
+            stream=True,
         )
         assert self.driver.refusal(arrival) is None
         self.results.pop(user_id, None)
+        self.told[user_id] = []
         self.prompts[user_id] = (list(prompt), max_tokens)
         self.arrived += 1
         self.inner_ids[user_id] = RequestId(f"{user_id}#{self.arrived}")
@@ -246,8 +250,12 @@ class World:
                     assert self.rounds == [None] * len(self.cores)
                     self.rounds = list(messages)
                     self.claims.extend(messages[0].ask.claims)
+                case TellProduced(user_id=user_id, produced=produced):
+                    self.told[user_id].append(produced.token_id)
                 case Finish(user_id=user_id, result=result):
                     assert user_id not in self.results
+                    if result.token_ids:  # the last one is told with the result
+                        assert self.told[user_id] == list(result.token_ids[:-1])
                     self.results[user_id] = result
 
     def _see_admissions(self) -> None:

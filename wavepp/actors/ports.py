@@ -15,7 +15,7 @@ from wavepp.cache.types import Effect
 from wavepp.config import EngineConfig
 from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts, StageWork
 from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSchedule
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, StageStats
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced, StageStats
 from wavepp.units import RequestId, StageIndex, WaveNumber
 
 Carry = Mapping[str, Any]  # name -> tensor, as the model's spec declares at this boundary
@@ -184,14 +184,22 @@ class EngineBackend(Protocol):
         """
         ...
 
-    async def submit(self, request: PrefillRequest) -> PrefillResult:
+    async def submit(self, request: PrefillRequest, *, stream: bool = False) -> PrefillResult:
         """Runs one request to its end. Cancelling the awaiting task aborts it.
+
+        Args:
+            stream: keep what it produces for `more`.
 
         Raises:
             RequestError: refused on arrival (S11); nothing was queued.
             QueueFullError: the queue limits are reached.
             EngineDeadError: the pipeline stopped for good.
         """
+        ...
+
+    async def more(self, request_id: str, known: int) -> tuple[Produced, ...]:
+        """Waits until a streamed request has produced more than `known` tokens; returns what
+        follows those. Empty: the request has ended, and its submit says how."""
         ...
 
     async def abort(self, request_id: str) -> bool:

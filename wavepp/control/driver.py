@@ -27,6 +27,7 @@ from wavepp.control.facts import (
     LaunchWave,
     RoundAnswered,
     SendRound,
+    TellProduced,
     TimerFired,
     WaveCompleted,
 )
@@ -58,7 +59,7 @@ from wavepp.protocol.facts import (
 from wavepp.protocol.leader import LeaderMachine
 from wavepp.protocol.messages import Admit, Decision, SpanPlan, StageAck, WaveSchedule
 from wavepp.protocol.states import ADMITTED
-from wavepp.requests import FinishReason
+from wavepp.requests import FinishReason, Produced
 from wavepp.units import LogNumber, RequestId, WaveNumber
 
 FAILURES_MAX = 3
@@ -358,17 +359,23 @@ class DriverControl:
             state.prompt_logprobs.extend(output.prompt_logprobs)
         if not span.final:
             return []
-        if state.wants_tokens:
-            assert output is not None, span
-            assert output.token_id is not None, span
-            state.produced.append(output.token_id)
-            if output.logprobs is not None:
-                state.logprobs.append(output.logprobs)
-            if output.token_id in self.limits.eos_token_ids:
-                return [self._end(state, "stop", now=now)]
-        if state.wants_tokens:
+        if not state.wants_tokens:
+            return [self._end(state, "length", now=now)]
+        assert output is not None, span
+        assert output.token_id is not None, span
+        state.produced.append(output.token_id)
+        if state.first_token_s is None:
+            state.first_token_s = now
+        if output.logprobs is not None:
+            state.logprobs.append(output.logprobs)
+        if state.arrival.is_end(output.token_id, self.limits.eos_token_ids):
+            return [self._end(state, "stop", now=now)]
+        if not state.wants_tokens:
+            return [self._end(state, "length", now=now)]
+        if not state.arrival.stream:
             return []
-        return [self._end(state, "length", now=now)]
+        produced = Produced(token_id=output.token_id, logprobs=output.logprobs)
+        return [TellProduced(user_id=state.arrival.user_id, produced=produced)]
 
     def _failed(self, state: RequestState, record: ErrorRecord, now: float) -> list[Effect]:
         state.restart()

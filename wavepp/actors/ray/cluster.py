@@ -39,11 +39,15 @@ class Cluster:
 
     def __init__(self, *, connected_here: bool, raylet_pid: int | None) -> None:
         """`raylet_pid`: of the node that was started here, else None."""
-        self.is_ours = raylet_pid is not None
         self._connected_here = connected_here
         self._raylet_pid = raylet_pid
         if raylet_pid is not None:  # a program may end without closing its engine
             atexit.register(self.leave)
+
+    @property
+    def is_own(self) -> bool:
+        """It was started here, and ends with `leave`."""
+        return self._raylet_pid is not None
 
     @classmethod
     def join_or_start(cls, env: Mapping[str, str]) -> Cluster:

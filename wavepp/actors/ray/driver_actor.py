@@ -24,7 +24,7 @@ from wavepp.config import EngineConfig
 from wavepp.control.driver import DriverControl
 from wavepp.control.work import StageFacts
 from wavepp.errors import EngineDeadError, WavePPError
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced
 
 CLOSE_S_MAX = 10.0
 
@@ -93,12 +93,16 @@ class DriverActor:
         )
         return Started(facts=tuple(facts), semaphores=semaphores)
 
-    async def submit(self, request: PrefillRequest) -> PrefillResult | WavePPError:
+    async def submit(self, request: PrefillRequest, stream: bool) -> PrefillResult | WavePPError:
         """As EngineBackend.submit."""
         try:
-            return await self._running().submit(request)
+            return await self._running().submit(request, stream=stream)
         except WavePPError as error:
             return error
+
+    async def more(self, request_id: str, known: int) -> tuple[Produced, ...]:
+        """As EngineBackend.more."""
+        return await self._running().more(request_id, known)
 
     async def abort(self, request_id: str) -> bool:
         """As EngineBackend.abort."""

@@ -34,7 +34,7 @@ from wavepp.actors.ray.stage_actor import factory_name
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import EngineDeadError, WavePPError
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced
 
 # isort: split
 import ray
@@ -70,14 +70,19 @@ class RayPipeline:
             await self.close()
             raise
 
-    async def submit(self, request: PrefillRequest) -> PrefillResult:
+    async def submit(self, request: PrefillRequest, *, stream: bool = False) -> PrefillResult:
         """As EngineBackend.submit."""
         driver = self._running()
         try:
-            return await _answer(driver.submit.remote(request))
+            return await _answer(driver.submit.remote(request, stream))
         except asyncio.CancelledError:
             driver.abort.remote(request.request_id)
             raise
+
+    async def more(self, request_id: str, known: int) -> tuple[Produced, ...]:
+        """As EngineBackend.more."""
+        more: tuple[Produced, ...] = await _answer(self._running().more.remote(request_id, known))
+        return more
 
     async def abort(self, request_id: str) -> bool:
         """As EngineBackend.abort."""
@@ -116,7 +121,7 @@ class RayPipeline:
 
     async def _join_cluster(self) -> None:
         """A start that is cancelled meanwhile still has a cluster to leave."""
-        env = _worker_env(threads_per_stage(self._config))
+        env = worker_env(threads_per_stage(self._config))
         joining = asyncio.ensure_future(asyncio.to_thread(Cluster.join_or_start, env))
         try:
             self._cluster = await asyncio.shield(joining)
@@ -133,13 +138,13 @@ class RayPipeline:
             group=self._group,
             num_cpus=num_cpus,
             num_gpus=1.0 if config.device == "cuda" else 0.0,
-            env={} if cluster.is_ours else _worker_env(threads_per_stage(config)),
+            env={} if cluster.is_own else worker_env(threads_per_stage(config)),
         )
         self._driver = RemoteDriverActor.options(
             num_cpus=0,
             max_restarts=0,
             max_concurrency=CALLS_MAX,
-            runtime_env=worker_environment({} if cluster.is_ours else _worker_env(1)),
+            runtime_env=worker_environment({} if cluster.is_own else worker_env(1)),
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=0
             ),
@@ -183,7 +188,7 @@ def with_whole_paths(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update=whole)
 
 
-def _worker_env(threads: int) -> dict[str, str]:
+def worker_env(threads: int) -> dict[str, str]:
     """What worker processes need before they import anything: timeouts, threads, our modules."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     path = os.pathsep.join(entry for entry in sys.path if entry)
