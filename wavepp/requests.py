@@ -107,7 +107,7 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillResult:
-    """The outcome of one request (S10).
+    """The outcome of one request.
 
     Attributes:
         token_ids: the produced tokens; empty when max_tokens was 0 or the request did not finish.
@@ -286,7 +286,7 @@ def make_request(**fields: Any) -> PrefillRequest:
 
 
 def check_request(request: PrefillRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Checks a request against the model's facts (S11).
+    """Checks a request against the model's facts.
 
     Raises:
         RequestError: prompt and answer are too long together, or the prompt holds a token outside

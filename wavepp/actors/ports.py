@@ -191,7 +191,7 @@ class EngineBackend(Protocol):
             stream: keep what it produces for `more`.
 
         Raises:
-            RequestError: refused on arrival (S11); nothing was queued.
+            RequestError: refused on arrival; nothing was queued.
             QueueFullError: the queue limits are reached.
             EngineDeadError: the pipeline stopped for good.
         """
