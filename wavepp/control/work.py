@@ -1,4 +1,6 @@
-"""The work one stage is given for one wave, and what comes of it. Paper, section on the execution ring.
+"""The work one stage is given for one wave, and what comes of it.
+
+Paper, section on the execution ring.
 
 Plain data between the pure control (which decides) and a stage executor (which computes): numpy and
 ints, no tensors. A span is [start, start + length) of one request's tokens. Its block table covers
@@ -115,7 +117,7 @@ GroupKind = Literal["attention", "sliding", "recurrent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """One cache group of one stage: its rule for reuse (see cache/windows.py) and how much of it there is.
+    """One cache group of one stage: its rule for reuse and how much of it there is.
 
     For attention and sliding groups a unit is a block of B tokens; for recurrent ones it is one
     snapshot (working slots are apart: `max_num_seqs` of them). `host_units`: the same on the host.
