@@ -170,6 +170,8 @@ class EngineStats:
         deferred: times a request waited for a prefix that another one was computing.
         lease_age_s_max: age of the oldest lease that is not materialised yet.
         wave_tokens: sizes of the latest waves, oldest first (bounded).
+        rolled_back: times an admitted request found no room on a stage, or its prefix gone
+            (`reservation` lease or none).
     """
 
     requests_waiting: int
@@ -192,6 +194,7 @@ class EngineStats:
     lease_age_s_max: float = 0.0
     stages: tuple[StageStats, ...] = ()
     wave_tokens: tuple[int, ...] = ()
+    rolled_back: int = 0
 
     @property
     def lock_hold_max_s(self) -> float:
