@@ -54,7 +54,12 @@ class Spans(Checker):
         expected = self._waves[stage.index].pop(wave.schedule.wave)
         self.require(wave.schedule == expected, f"stage {stage.index} got another wave", expected)
         spans = [(work.request_id, work.start, work.length) for work in wave.work.spans]
-        rolled = {record.request_id for record in wave.errors if record.rollback is not None}
+        rollbacks = [record for record in wave.errors if record.rollback is not None]
+        for record in rollbacks:
+            why = record.rollback
+            lost = why is not None and why.alone and why.refusal.reason != "gone"
+            self.require(not lost, f"stage {stage.index} is empty and has no room:", record)
+        rolled = {record.request_id for record in rollbacks}
         self.require(
             not rolled or self.world.options.reservation != "escrow",
             f"stage {stage.index} had no room for",
