@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 from wavepp.bench import plots
-from wavepp.bench.ablation_table import TITLES, CellKey, RowName, console_table, write_section
+from wavepp.bench.ablation_table import TITLES, CellKey, RowName, console_table, write_sections
 from wavepp.bench.report import Row
 from wavepp.bench.throughput import (
     Plan,
@@ -158,7 +158,7 @@ def run(
         if row["driver_bound"]:
             console.print(f"{row['row']}: {driver_warning(row)}", style="bold", highlight=False)
     if results is not None:
-        write_section(report, results)
+        write_sections(report, results)
 
 
 async def _measure_row(name: RowName, config: EngineConfig, plan: AblationPlan) -> list[Row]:
