@@ -157,6 +157,17 @@ class EngineConfig(BaseModel):
     )
 
     # Admission
+    admission: Literal["wave", "serial"] = Field(
+        default="wave",
+        description="wave: requests are admitted in batches, beside execution; serial: a baseline, "
+        "one by one inside the planning loop, with blocking sends between stages",
+    )
+    reservation: Literal["escrow", "lease", "none"] = Field(
+        default="escrow",
+        description="what an admitted request holds until its first wave; escrow: its prefix is "
+        "pinned and its suffix has room; lease: pins alone; none: nothing. With less than escrow "
+        "it may find no room and is rolled back and tried again",
+    )
     lease_headroom_waves: int | None = Field(
         default=None,
         ge=0,
@@ -290,6 +301,11 @@ class EngineConfig(BaseModel):
             )
         if self.planner != "greedy":
             self._check_wave_sizes()
+        if self.lease_headroom_waves is not None and self.reservation != "escrow":
+            raise ValueError(
+                f"lease_headroom_waves {self.lease_headroom_waves}: reservation "
+                f"{self.reservation} reserves no room, so it keeps no headroom"
+            )
         return self
 
     def _check_wave_sizes(self) -> None:

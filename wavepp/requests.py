@@ -174,6 +174,8 @@ class EngineStats:
         lease_age_s_max: age of the oldest lease that is not materialised yet.
         wave_tokens: sizes of the latest waves, oldest first (bounded).
         driver_cpu_s: CPU seconds of the driver's process (with `--transport local` everybody's).
+        rolled_back: times an admitted request found no room on a stage, or its prefix gone
+            (`reservation` lease or none).
     """
 
     requests_waiting: int
@@ -197,6 +199,7 @@ class EngineStats:
     stages: tuple[StageStats, ...] = ()
     wave_tokens: tuple[int, ...] = ()
     driver_cpu_s: float = 0.0
+    rolled_back: int = 0
 
     @property
     def lock_hold_max_s(self) -> float:

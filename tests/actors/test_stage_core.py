@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from checksum_executor import ChecksumExecutor
 from pipelines import config_of
 
@@ -176,14 +179,26 @@ async def test_span_that_is_carried_though_its_request_failed_here_is_computed_a
     assert parcel.outputs == ()
 
 
-async def test_carried_span_without_its_place_costs_the_wave_not_the_stage() -> None:
+@pytest.mark.parametrize("spans", [((A, 4), (B, 0)), ((B, 0), (A, 4))])
+async def test_rows_of_a_carried_span_without_its_place_are_dropped(
+    spans: tuple[tuple[RequestId, int], ...],
+) -> None:
+    """B is computed from its own rows, as if A had not been there."""
     core, executor = await admitted_core(1)
-    parcel = core.forward(core.prepare(wave(1, (A, 4), (B, 0))), carried(1, A, B))
-    assert executor.asked == []
+    before = carried(1, *(name for name, _ in spans))
+    assert before.carry is not None
+    parcel = core.forward(core.prepare(wave(1, *spans)), before)
+    assert executor.asked == [[B]]
     misplaced = "the span starts at token 4, the sequence is at 0"
-    assert parcel.errors[0] == record(A, 1, misplaced, guilty=True)
-    assert parcel.errors[1:] == (record(B, 1, "another request failed in this wave"),)
-    assert parcel.fatal is None
+    assert parcel.errors == (record(A, 1, misplaced, guilty=True),)
+    assert parcel.carried == (B,)
+    alone, _ = await admitted_core(1)
+    first = [name for name, _ in spans].index(B) * 4
+    rows = {"hidden": before.carry["hidden"][first : first + 4]}
+    expected = alone.forward(alone.prepare(wave(1, (B, 0))), replace(carried(1, B), carry=rows))
+    assert parcel.carry is not None
+    assert expected.carry is not None
+    assert parcel.carry["hidden"].tolist() == expected.carry["hidden"].tolist()
 
 
 async def test_broken_protocol_is_fatal_and_travels_down() -> None:

@@ -63,6 +63,11 @@ def test_the_greedy_planner_takes_waves_of_any_size() -> None:
         ),
         ({"max_num_batched_tokens": 16}, "16 is no multiple of block_size 64: take 64 "),
         ({"min_wave_tokens": 100, "planner": "static"}, "min_wave_tokens 100 is no multiple"),
+        ({"admission": "parallel"}, r"admission: .*'serial'.*\(got 'parallel'\)"),
+        (
+            {"reservation": "lease", "lease_headroom_waves": 2},
+            "lease_headroom_waves 2: reservation lease reserves no room",
+        ),
         ({"planner": "best"}, r"planner: .*'mpu'.*\(got 'best'\)"),
         ({"progress_deadline_ms": -1.0}, "progress_deadline_ms: "),
         ({"watchdog_s": -1.0}, "watchdog_s: "),

@@ -24,6 +24,8 @@ worlds = st.builds(
     ring_depth=st.integers(1, 6),
     lanes=st.integers(1, 5),
     planner=st.sampled_from(["greedy", "static", "mpu", "balanced"]),
+    admission=st.sampled_from(["wave", "wave", "serial"]),
+    reservation=st.sampled_from(["escrow", "escrow", "lease", "none"]),
     defer_shared_prefix=st.just(False),
 )
 prompts = st.lists(

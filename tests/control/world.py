@@ -13,6 +13,7 @@ from checksum_executor import ChecksumExecutor, assert_served
 
 from wavepp.actors.ports import Parcel
 from wavepp.actors.stage import StageCore
+from wavepp.cache.types import Reservation
 from wavepp.config import EngineConfig
 from wavepp.control.driver import DriverControl
 from wavepp.control.facts import (
@@ -53,6 +54,7 @@ class World:
         kinds: str = "",
         caching: bool = True,
         planner: PlannerName = "greedy",
+        reservation: Reservation = "escrow",
         **options_more: Any,
     ) -> None:
         """`kinds`: letters of the checksum executor, repeated over the layers. Only `greedy` takes
@@ -78,6 +80,7 @@ class World:
             snapshot_interval=2 * block_size,
             max_snapshots_per_path=3,
             enable_prefix_caching=caching,
+            reservation=reservation,
         )
         self.cores = [
             StageCore(ChecksumExecutor(config, stage, kinds=self.kinds), caches, clock=self._clock)
@@ -89,6 +92,7 @@ class World:
             max_num_seqs=lanes,
             headroom_tokens=headroom,
             planner=planner,
+            reservation=reservation,
             **options_more,
         )
         self.driver = DriverControl([core.facts for core in self.cores], options)

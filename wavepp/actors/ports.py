@@ -18,7 +18,9 @@ from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSch
 from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, StageStats
 from wavepp.units import RequestId, StageIndex, WaveNumber
 
-Carry = Mapping[str, Any]  # name -> tensor, as the model's spec declares at this boundary
+Carry = Mapping[str, Any]
+"""Name -> tensor [T, ...], as the model's spec declares at this boundary: one row a token, in the
+order of the spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,8 @@ class Parcel:
         carry: for the next stage; None when no span is left to compute, and from the last stage.
         carried: the requests whose spans the carry holds, in schedule order.
         errors: one a failed span, by the first stage that failed it. A span that is carried none
-            the less (it failed after an upstream stage had computed it) is computed, and ignored.
+            the less (it failed after an upstream stage had computed it) is computed, and ignored;
+            where it has no place on a stage, its rows are dropped.
         reports: one per stage passed.
         fatal: a stage broke down and can't go on; the pipeline stops.
     """

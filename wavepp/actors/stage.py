@@ -23,10 +23,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from wavepp.actors.ports import DeviceTimes, Parcel, StageExecutor, StageOutput, StageReport
+from wavepp.actors.ports import (
+    Carry,
+    DeviceTimes,
+    Parcel,
+    StageExecutor,
+    StageOutput,
+    StageReport,
+)
 from wavepp.config import EngineConfig
 from wavepp.control.options import CacheOptions, cache_config
 from wavepp.control.stage import PreparedWave, StageControl
@@ -251,13 +258,14 @@ class StageCore:
         spans = tuple(span for span in wave.work.spans if span.request_id in chosen)
         work = StageWork(wave=wave.work.wave, spans=spans)
         nothing = StageWork(wave=wave.work.wave, spans=())
-        if len(spans) < len(chosen):  # the carry holds spans that have no place here
-            lost = self._lost(work, failed, "another request failed in this wave", guilty=False)
-            return StageOutput(), nothing, _merge(failures, lost)
         if not spans:
             return StageOutput(), nothing, failures
+        carry = before.carry
+        if carry is not None and len(spans) < len(chosen):  # some have no place here
+            kept = {span.request_id for span in spans}
+            carry = keep_rows(carry, before.carried, kept, wave.schedule)
         try:
-            output = self.executor.forward(work, before.carry)
+            output = self.executor.forward(work, carry)
         except Exception as error:
             lost = self._lost(work, failed, _describe(error), guilty=len(spans) == 1)
             return StageOutput(), nothing, _merge(failures, lost)
@@ -331,7 +339,26 @@ def cache_options(config: EngineConfig) -> CacheOptions:
         snapshot_interval=config.snapshot_interval,
         max_snapshots_per_path=config.max_snapshots_per_path,
         enable_prefix_caching=config.enable_prefix_caching,
+        reservation=config.reservation,
     )
+
+
+def keep_rows(
+    carry: Carry, carried: Sequence[RequestId], kept: Collection[RequestId], wave: WaveSchedule
+) -> Carry:
+    """The rows of the kept spans alone, in their order.
+
+    Args:
+        carried: whose spans the carry holds now, in order. wave: how long each is.
+    """
+    lengths = {span.request_id: span.length for span in wave.spans}
+    rows: list[int] = []
+    start = 0
+    for name in carried:
+        end = start + lengths[name]
+        rows.extend(range(start, end) if name in kept else ())
+        start = end
+    return {name: tensor[rows] for name, tensor in carry.items()}
 
 
 def thread_stacks() -> str:

@@ -46,7 +46,6 @@ ROWS: dict[RowName, Options] = {
     "tp": ESCROW,  # and one stage of all devices, see `options_of`
     "greedy": {**ESCROW, "planner": "greedy"},
 }
-ONLY_WAY = {"admission": "wave", "reservation": "escrow"}  # of a version without the switch
 TP_FACTOR = 2  # the reference has waves of twice the tokens and twice the lanes
 REQUESTS_PER_CLIENT = 2
 
@@ -101,9 +100,7 @@ def options_of(row: RowName, given: EngineConfig) -> EngineConfig:
     options = dict(ROWS[row])
     for name, value in ROWS[row].items():
         field = EngineConfig.model_fields.get(name)
-        if field is None and ONLY_WAY.get(name) == value:
-            del options[name]
-        elif field is None or value not in get_args(field.annotation):
+        if field is None or value not in get_args(field.annotation):
             raise ConfigError(
                 f"row {row!r} needs --{name} {value}, which this version does not have; "
                 "leave the row out with --rows"

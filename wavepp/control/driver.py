@@ -30,7 +30,7 @@ from wavepp.control.facts import (
     TimerFired,
     WaveCompleted,
 )
-from wavepp.control.limits import Limits, build_limits, refusal
+from wavepp.control.limits import Limits, build_limits, leader_options, refusal
 from wavepp.control.log import DecisionLog
 from wavepp.control.options import DriverOptions
 from wavepp.control.planning import WavePlanning
@@ -40,7 +40,6 @@ from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts
 from wavepp.errors import QueueFullError, RequestError
 from wavepp.planner.demand import Demand
 from wavepp.planner.packing import Cut
-from wavepp.protocol.books import LeaderOptions
 from wavepp.protocol.facts import (
     AttemptFailed,
     LeaderEffect,
@@ -50,6 +49,7 @@ from wavepp.protocol.facts import (
     RequestCancelled,
     RequestFailed,
     RequestServed,
+    RolledBack,
     SpanPlanned,
     StageAnswered,
     StageCounted,
@@ -57,7 +57,7 @@ from wavepp.protocol.facts import (
 )
 from wavepp.protocol.leader import LeaderMachine
 from wavepp.protocol.messages import Admit, Decision, SpanPlan, StageAck, WaveSchedule
-from wavepp.protocol.states import ADMITTED
+from wavepp.protocol.states import ADMITTED, QUEUED, Phase
 from wavepp.requests import FinishReason
 from wavepp.units import LogNumber, RequestId, WaveNumber
 
@@ -103,13 +103,14 @@ class DriverControl:
         self.rounds = Rounds(self.log, num_stages=len(facts), epoch=options.epoch)
         self.waves = WavePlanning(options, block_size=self.limits.block_size, num_stages=len(facts))
         self.ring = self.waves.ring
-        self.leader = LeaderMachine(_leader_options(options, self.limits, len(facts)))
+        self.leader = LeaderMachine(leader_options(options, self.limits, len(facts)))
         self.counters = Counters()
         self.progress_s = 0.0  # when something last came back, or the first of it went out
         self._hash_bytes = hash_bytes
         self._live: dict[str, RequestState] = {}  # by the user's id
         self._by_id: dict[RequestId, RequestState] = {}
         self._serial = 0
+        self._admitting: RequestId | None = None  # in serial admission: whom the planner waits for
 
     @property
     def num_live(self) -> int:
@@ -299,6 +300,7 @@ class DriverControl:
             state.admitted_s = now
             self.counters.prefix_queries += state.prompt.num_tokens
             self.counters.prefix_hits += decision.endpoint
+            state.admitted_as = self.log.last + 1
         return self.log.append(decision)
 
     def _answered(self, fact: RoundAnswered, now: float) -> list[Effect]:
@@ -371,8 +373,18 @@ class DriverControl:
         return [self._end(state, "length", now=now)]
 
     def _failed(self, state: RequestState, record: ErrorRecord, now: float) -> list[Effect]:
+        why = record.rollback
+        if why is not None and (why.refusal.reason == "gone" or not why.alone):
+            state.restart(failed=False)
+            fact = RolledBack(
+                request_id=state.request_id,
+                stage=record.stage,
+                refusal=why.refusal,
+                releases=why.releases,
+            )
+            return self._tell(fact, now)
         state.restart()
-        if record.guilty or state.failures >= FAILURES_MAX:
+        if record.guilty or why is not None or state.failures >= FAILURES_MAX:
             message = f"stage {record.stage}: {record.message}"
             return [self._end(state, "error", now=now, error=message)]
         return self._tell(AttemptFailed(request_id=state.request_id), now)
@@ -382,11 +394,28 @@ class DriverControl:
     def _turn(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         self.waves.wait_until = None
+        if self._is_admitting_one():
+            if not self.rounds.is_out and (step := self._round(now)) is not None:
+                effects.append(step)
+            if self.rounds.is_out and self._is_admitting_one():
+                return effects
+        self._admitting = None
         while self.ring.has_room and (launch := self._plan(now)) is not None:
             effects.append(launch)
         if not self.rounds.is_out and (order := self._round(now)) is not None:
             effects.append(order)
         return effects
+
+    def _is_admitting_one(self) -> bool:
+        """Serial admission is inside the planning loop: nothing is planned between a request's
+        first walk and the word of every stage that it was enqueued, or that it has to wait."""
+        if self._admitting is None:
+            return False
+        record = self.leader.record(self._admitting)
+        if record is None or record.phase in (Phase.DEFERRED, Phase.WAITING):
+            return False
+        is_enqueued = self.log.acked_min >= self._by_id[record.request_id].admitted_as
+        return record.phase not in ADMITTED or not is_enqueued
 
     def _demand(self) -> Demand:
         """What admitted requests have left to plan, first come first served, and what of them is
@@ -437,17 +466,25 @@ class DriverControl:
             produced=state.produced_in(cut.start, cut.length),
         )
 
+    def _may_claim(self, request_id: RequestId | None) -> bool:
+        record = None if request_id is None else self.leader.record(request_id)
+        return record is not None and record.phase in QUEUED
+
     def _round(self, now: float) -> SendRound | None:
         """The next round, if there is anything to say. The log is flushed when no wave will bring
         it, or when somebody waits for what it gives back."""
         somebody_waits = not len(self.ring) or self.leader.num_waiting > 0
+        enqueues = self._is_admitting_one() and not self._may_claim(self._admitting)
         plan = self.leader.next_round(
             now=now,
             work_wanted=self.waves.work_wanted(self._demand()),
-            flush=somebody_waits and bool(self.log.unacked()),
+            flush=(somebody_waits or enqueues) and bool(self.log.unacked()),
+            nobody_new=enqueues,
         )
         if plan is None:
             return None
+        if self.options.admission == "serial" and not enqueues:
+            self._admitting = plan.subject
         for decision in plan.decisions:
             self._log(decision, now)
         prompts = [
@@ -455,15 +492,3 @@ class DriverControl:
             for announce in plan.announce
         ]
         return SendRound(messages=self.rounds.send(prompts, plan.ask))
-
-
-def _leader_options(options: DriverOptions, limits: Limits, num_stages: int) -> LeaderOptions:
-    return LeaderOptions(
-        num_stages=num_stages,
-        block_size=limits.block_size,
-        lanes_max=options.max_num_seqs,
-        agreement=options.agreement,
-        oversized_over=limits.oversized_over,
-        defer_shared_prefix=options.defer_shared_prefix,
-        defer_max_s=options.defer_max_s,
-    )

@@ -28,6 +28,7 @@ class RequestState:
         prompt: tokens and block keys, made once.
         failures: failed waves it was in.
         prompt_logprobs: scores of prompt tokens 1, 2, ... gathered so far.
+        admitted_as: the log number of its latest admission.
     """
 
     request_id: RequestId
@@ -40,6 +41,7 @@ class RequestState:
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     hint_s: float | None = None
     admitted_s: float | None = None
+    admitted_as: int = 0
     first_wave_s: float | None = None
 
     @property
@@ -69,9 +71,9 @@ class RequestState:
         count = self.prompt.num_tokens
         return tuple(self.produced[max(start - count, 0) : max(start + length - count, 0)])
 
-    def restart(self) -> None:
-        """A new attempt: nothing computed so far counts."""
-        self.failures += 1
+    def restart(self, *, failed: bool = True) -> None:
+        """A new attempt: nothing computed so far counts. `failed`: a wave of the last one did."""
+        self.failures += failed
         self.produced.clear()
         self.logprobs.clear()
         self.prompt_logprobs.clear()

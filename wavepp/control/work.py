@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from wavepp.cache.types import Effect, SnapshotOrder
+from wavepp.cache.types import Effect, Refusal, SnapshotOrder
 from wavepp.requests import PositionLogprobs
 from wavepp.units import RequestId, StageIndex, WaveNumber
 
@@ -97,17 +97,32 @@ class SpanOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """Why an admitted request that had reserved too little could not be materialised.
+
+    Attributes:
+        releases: the stage's count of releases then.
+        alone: nobody else held anything there, so no release will help.
+    """
+
+    refusal: Refusal
+    releases: int
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRecord:
     """A failure that travels beside the activations instead of being raised (S7).
 
     `guilty` is False for requests that only shared the wave with the failure: they are admitted
-    again.
+    again. `rollback`: nothing failed, there was no room for it: it is admitted again, too.
     """
 
     request_id: RequestId
     stage: StageIndex
     message: str
     guilty: bool
+    rollback: Rollback | None = None
 
 
 GroupKind = Literal["attention", "sliding", "recurrent"]

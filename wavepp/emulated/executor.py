@@ -55,7 +55,7 @@ class EmulatedExecutor:
         self._model = model
         self._scale = config.time_scale
         # Serial admission is the baseline whose stages send before they start their next wave.
-        self._blocking_sends = getattr(config, "admission", "wave") == "serial"
+        self._blocking_sends = config.admission == "serial"
         self._clock = clock
         self._sleep = sleep
         self._timeline = DeviceTimeline()

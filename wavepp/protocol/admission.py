@@ -7,7 +7,9 @@ admission:
     1. fewer than `lanes_max` requests hold a lease or a lane;
     2. first come, first served among those that are ready; nobody passes a head that waits for
        capacity, and it is tried again when a refusing stage released something;
-    3. one oversized request at a time may ignore the headroom, when no other holds a lease.
+    3. one oversized request at a time may ignore the headroom, when no other holds a lease;
+    4. a request that was rolled back too often (which escrows make impossible) is admitted when
+       nobody else has still to be materialised, and nobody is beside it until it is.
 """
 
 from __future__ import annotations
@@ -115,6 +117,10 @@ class AdmissionGate:
         others = self._holders.values()
         if any(other.claim.oversized and other.phase in UNDECIDED for other in others):
             return False  # the exception stands only while no other holds a lease
+        if any(other.claim.goes_alone and not other.run.materialized for other in others):
+            return False
+        if record.claim.goes_alone and not all(other.run.materialized for other in others):
+            return False
         if not record.claim.oversized:
             return True
         return all(other.run.materialized and not other.claim.oversized for other in others)

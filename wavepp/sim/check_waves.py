@@ -8,6 +8,7 @@ from __future__ import annotations
 from wavepp.control.facts import Finish, WaveCompleted
 from wavepp.control.stage import PreparedWave
 from wavepp.protocol.messages import Abort, Admit, Decision, Free, Undo, WaveSchedule
+from wavepp.sim.check_admission import being_admitted
 from wavepp.sim.options import Job
 from wavepp.sim.stage import SimStage
 from wavepp.sim.watch import Checker
@@ -29,6 +30,7 @@ class Spans(Checker):
         self._last: dict[tuple[RequestId, int], int] = {}
         self._over: set[RequestId] = set()
         self._waves: list[dict[int, WaveSchedule]] = [{} for _ in world.stages]
+        self._rolled: set[tuple[int, RequestId, int]] = set()  # stage, attempt rolled back there
 
     def logged(self, decision: Decision) -> None:
         if isinstance(decision, Admit):
@@ -52,7 +54,20 @@ class Spans(Checker):
         expected = self._waves[stage.index].pop(wave.schedule.wave)
         self.require(wave.schedule == expected, f"stage {stage.index} got another wave", expected)
         spans = [(work.request_id, work.start, work.length) for work in wave.work.spans]
-        planned = [(span.request_id, span.start, span.length) for span in expected.spans]
+        rolled = {record.request_id for record in wave.errors if record.rollback is not None}
+        self.require(
+            not rolled or self.world.options.reservation != "escrow",
+            f"stage {stage.index} had no room for",
+            rolled,
+        )
+        for span in expected.spans:
+            if span.request_id in rolled:
+                self._rolled.add((stage.index, span.request_id, span.attempt))
+        planned = [
+            (span.request_id, span.start, span.length)
+            for span in expected.spans
+            if (stage.index, span.request_id, span.attempt) not in self._rolled
+        ]
         self.require(spans == planned, f"stage {stage.index} runs other spans", spans, planned)
 
     def finished(self, job: Job, finish: Finish) -> None:
@@ -172,9 +187,12 @@ class Budget(Checker):
         self.require(timer is not None and timer <= until, "nothing ends the hold:", timer, until)
 
     def _waiting(self) -> list[RequestId]:
-        """Requests with something left to plan, while the ring has room."""
+        """Requests with something left to plan, while the ring has room. Serial admission stops the
+        planning loop: then they wait for its end."""
         driver = self.world.driver
         if not driver.ring.has_room:
+            return []
+        if self.world.options.admission == "serial" and being_admitted(self.world):
             return []
         return [
             record.request_id

@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from wavepp.cache.types import GroupSpec
+from wavepp.cache.types import GroupSpec, Reservation
 from wavepp.planner.factory import PlannerName
 from wavepp.protocol.agreement import Agreement
+from wavepp.protocol.books import AdmissionMode
 from wavepp.protocol.states import Phase
 from wavepp.sim.options import VOCABULARY, Faults, Job, StageOptions, WorldOptions
 
@@ -55,6 +56,9 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
     last_s = max(job.at_s for job in jobs)
     agreement: Agreement = rng.choice(("set", "stepwise", "stepwise"))
     waves = _waves(random.Random(f"{seed}/waves"), block=block, budget=budget)
+    modes = random.Random(f"{seed}/modes")
+    admission: AdmissionMode = modes.choice(("wave", "wave", "wave", "serial"))
+    reservation: Reservation = modes.choice(("escrow", "escrow", "escrow", "lease", "none"))
     options = WorldOptions(
         stages=stages,
         block_size=block,
@@ -66,6 +70,8 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
         progress_deadline_s=waves.deadline_s,
         max_num_seqs=lanes,
         headroom_tokens=rng.choice((0, budget, 2 * len(stages) * budget)),
+        admission=admission,
+        reservation=reservation,
         agreement=agreement,
         defer_shared_prefix=rng.random() < 0.7,
         defer_max_s=rng.choice((0.001, 0.02, 0.5)),

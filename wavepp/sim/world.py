@@ -104,6 +104,7 @@ class World:
         )
         self.arrived = 0  # in this epoch
         self._replies: list[RoundReply] = []
+        self.asked: set[RequestId] = set()  # whom the round that is out asks about
         self._timer: float | None = None
         self.stages = [self._stage(index) for index in range(len(options.stages))]
         self._round_links = self._links(options.round_delay_s)
@@ -179,6 +180,8 @@ class World:
             progress_deadline_s=options.progress_deadline_s,
             max_num_seqs=options.max_num_seqs,
             headroom_tokens=options.headroom_tokens,
+            admission=options.admission,
+            reservation=options.reservation,
             agreement=options.agreement,
             defer_shared_prefix=options.defer_shared_prefix,
             defer_max_s=options.defer_max_s,
@@ -205,6 +208,7 @@ class World:
             pull_round=lambda: self._round_links[index].pull(),
             reply=lambda reply: self._reply_links[index].send(partial(self._reply_came, reply)),
             emit=lambda parcel: self._emit(index, parcel),
+            took=lambda: self.stages[index - 1].sent(),
             held=lambda: self._held(index),
             prepared=lambda wave: self._each("prepared", self.stages[index], wave),
         )
@@ -310,6 +314,7 @@ class World:
     def _send_round(self, messages: Sequence[RoundMessage]) -> None:
         self._each("sent", messages)
         first = messages[0]
+        self.asked = {*first.ask.hints, *(claim.request_id for claim in first.ask.claims)}
         claims = " ".join(f"{claim.request_id}@{claim.limit}" for claim in first.ask.claims)
         detail = f"announce {len(first.prompts)}, hint {len(first.ask.hints)}, claim {claims or 0}"
         self._say("driver", "round", str(first.round_number), detail)
@@ -334,7 +339,7 @@ class World:
         self._replies.append(reply)
         if len(self._replies) < len(self.stages):
             return
-        replies, self._replies = tuple(self._replies), []
+        replies, self._replies, self.asked = tuple(self._replies), [], set()
         self._tell(RoundAnswered(replies=replies))
         for answered in replies:
             if self.faults.late and self._late.random() < self.faults.late:

@@ -79,7 +79,10 @@ class DriverActor:
         except WavePPError as error:
             return error
         self._graph = compile_graph(
-            self._stages, ring_depth=config.ring_waves, device=config.device
+            self._stages,
+            ring_depth=config.ring_waves,
+            device=config.device,
+            blocking_sends=config.admission == "serial",
         )
         semaphores = await self._warm_up()
         planes = RayPlanes(self._stages, self._graph)
