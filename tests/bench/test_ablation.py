@@ -128,8 +128,10 @@ def test_only_emulated_devices_are_taken() -> None:
 def test_table_stands_beside_the_paper_and_flags_the_driver() -> None:
     cell = CellKey("cold", 131072, 16)
     other = row("wave", CellKey("reuse", 131072, 8), 7.0)
-    text = markdown(report(row("escrow", cell, 30.0), row("naive", cell, 9000.0), other), cell)
-    assert "Emulated: cost model `m`, time scale 0.5, transport ray, 2 cores" in text
+    first, second = report(row("escrow", cell, 30.0), row("naive", cell, 1.0)), report(other)
+    text = markdown([first, second, report(row("naive", cell, 9000.0))], cell)
+    assert "Emulated (escrow, naive): cost model `m`, time scale 0.5, transport ray, 2" in text
+    assert text.count("wavepp bench ablation") == 2
     naive, escrow = (line for line in text.splitlines() if "admission" in line or "+ lea" in line)
     assert naive.endswith("static waves | 9,000 | 8,826 | 8,999..9,001 | 1.50 |  | 2.50 |")
     assert escrow == "| + leases and escrows | 30 |  | 29..31 | 1.50 | 69.69 | 2.50 |"
@@ -140,13 +142,13 @@ def test_only_what_is_between_the_marks_is_written(tmp_path: Path) -> None:
     page, cell = tmp_path / "page.md", CellKey("cold", 10, 1)
     begin, end = marks(cell)
     page.write_text(f"before\n{begin}\nwas here\n{end}\nafter\n")
-    write_sections(report(row("tp", cell, 5.0)), page)
+    write_sections([report(row("tp", cell, 5.0))], page)
     text = page.read_text()
     assert text.startswith(f"before\n{begin}\nEmulated")
     assert text.endswith(f"{end}\nafter\n")
     assert "was here" not in text
     with pytest.raises(ConfigError, match="needs the lines <!-- ablation cold 11 1: begin"):
-        write_sections(report(row("tp", CellKey("cold", 11, 1), 5.0)), page)
+        write_sections([report(row("tp", CellKey("cold", 11, 1), 5.0))], page)
 
 
 def test_rows_are_measured_and_written(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def run(
         if row["driver_bound"]:
             console.print(f"{row['row']}: {driver_warning(row)}", style="bold", highlight=False)
     if results is not None:
-        write_sections(report, results)
+        write_sections([report], results)
 
 
 async def _measure_row(name: RowName, config: EngineConfig, plan: AblationPlan) -> list[Row]:

@@ -7,7 +7,7 @@ but for that file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,6 +18,7 @@ from wavepp.bench.report import Row
 from wavepp.bench.workloads import WorkloadName
 from wavepp.errors import ConfigError
 
+Report = Mapping[str, Any]
 RowName = Literal["naive", "wave", "escrow", "mpu", "balanced", "tp", "greedy"]
 TITLES: dict[RowName, str] = {
     "naive": "naive: serial admission, no reservation, static waves",
@@ -53,7 +54,7 @@ PAPER_P50: dict[CellKey, dict[RowName, float]] = {
 }
 
 
-def console_table(report: Mapping[str, Any]) -> Table:
+def console_table(report: Report) -> Table:
     """All figures for people."""
     title = f"ablation, emulated: {report['meta']['config']['cost_model']}"
     made = Table(box=box.SIMPLE, title=title, title_justify="left")
@@ -85,19 +86,22 @@ def marks(cell: CellKey) -> tuple[str, str]:
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 
-def write_sections(report: Mapping[str, Any], page: Path) -> None:
+def write_sections(reports: Sequence[Report], page: Path) -> None:
     """Puts each cell's table between its marks on a page; the rest of it stays.
+
+    Args:
+        reports: their rows are put together; of a row that several have, the last one counts.
 
     Raises:
         ConfigError: the page can't be read or written, or lacks marks.
     """
     try:
         text = page.read_text(encoding="utf-8")
-        for cell in _cells(report["rows"]):
+        for cell in dict.fromkeys(_cell(row) for report in reports for row in report["rows"]):
             begin, end = marks(cell)
             if begin not in text or end not in text:
                 raise ConfigError(f"results {page}: needs the lines {begin} and {end}")
-            section = f"{begin}\n{markdown(report, cell)}{end}"
+            section = f"{begin}\n{markdown(reports, cell)}{end}"
             pattern = f"{re.escape(begin)}.*?{re.escape(end)}"
             text = re.sub(pattern, lambda _, new=section: new, text, flags=re.DOTALL)
         page.write_text(text, encoding="utf-8")
@@ -105,18 +109,27 @@ def write_sections(report: Mapping[str, Any], page: Path) -> None:
         raise ConfigError(f"results {page}: {error.strerror}") from None
 
 
-def markdown(report: Mapping[str, Any], cell: CellKey) -> str:
+def markdown(reports: Sequence[Report], cell: CellKey) -> str:
     """A cell's section: how it was run, throughput beside the paper's, and where the time went."""
+    rows: dict[str, Row] = {}
+    parts: list[str] = []
+    for report in reports:
+        found = {row["row"]: row for row in report["rows"] if _cell(row) == cell}
+        if found:
+            rows |= found
+            parts.append(_head(report, list(found)))
+    ordered = [rows[name] for name in get_args(RowName) if name in rows]
+    return "".join(parts) + f"{_throughputs(ordered, cell)}\n{_details(ordered)}"
+
+
+def _head(report: Report, names: Sequence[str]) -> str:
     meta, config = report["meta"], report["meta"]["config"]
-    head = (
-        f"Emulated: cost model `{config['cost_model']}`, time scale {config['time_scale']:g}, "
-        f"transport {config['transport']}, {meta['cores']} cores, {meta['date'][:10]}, "
-        f"WavePP {meta['wavepp']}; medians of {meta['repeats']} runs.\n\n"
+    return (
+        f"Emulated ({', '.join(names)}): cost model `{config['cost_model']}`, time scale "
+        f"{config['time_scale']:g}, transport {config['transport']}, {meta['cores']} cores, "
+        f"{meta['date'][:10]}, WavePP {meta['wavepp']}; medians of {meta['repeats']} runs.\n\n"
         f"```bash\n{meta['command']}\n```\n\n"
     )
-    rows = {row["row"]: row for row in report["rows"] if _cell(row) == cell}
-    ordered = [rows[name] for name in get_args(RowName) if name in rows]
-    return f"{head}{_throughputs(ordered, cell)}\n{_details(ordered)}"
 
 
 def _throughputs(rows: list[Row], cell: CellKey) -> str:
@@ -170,10 +183,6 @@ _REASONS = ("no_wave", "activation", "materialize", "sending")
 
 def _mean(shares: list[float]) -> float:
     return sum(shares) / len(shares)
-
-
-def _cells(rows: list[Row]) -> list[CellKey]:
-    return list(dict.fromkeys(map(_cell, rows)))
 
 
 def _cell(row: Row) -> CellKey:
