@@ -111,7 +111,7 @@ async def test_trace_holds_facts_and_effects_without_prompts(tmp_path: Path) -> 
         "Admit",
         "Free",
     ]
-    assert "123" not in trace.read_text()
+    assert "[123" not in trace.read_text()
 
 
 async def test_trace_that_can_not_be_written_is_a_config_error(tmp_path: Path) -> None:

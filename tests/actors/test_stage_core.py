@@ -9,8 +9,8 @@ import pytest
 from checksum_executor import ChecksumExecutor
 from pipelines import config_of
 
-from wavepp.actors.ports import Carry, Parcel, StageOutput
-from wavepp.actors.stage import StageCore
+from wavepp.actors.ports import Carry, DeviceTimes, Parcel, StageOutput
+from wavepp.actors.stage import LoopTimes, StageCore
 from wavepp.cache.keys import chain_keys, join_keys
 from wavepp.control.options import CacheOptions
 from wavepp.control.work import ErrorRecord, StageWork
@@ -222,3 +222,18 @@ async def test_times_add_up_to_the_wall() -> None:
     started_s = 1.0
     assert stats.busy_s + sum(stats.wait_s.values()) == report.done_s - started_s
     assert stats.waves == 1
+
+
+def test_every_moment_of_a_stage_counts_once() -> None:
+    times = LoopTimes(until_s=10.0)
+    times.add(11.0, 12.0, DeviceTimes(from_s=14.0, computing_s=14.5, done_s=16.0, sent_s=17.0))
+    times.sent_s = 18.0
+    times.add(20.0, 21.0, DeviceTimes(from_s=23.0, computing_s=23.0, done_s=24.0, sent_s=24.0))
+    times.sent_s = 26.0  # a device that was busy while its host sent and prepared did not wait
+    times.add(26.5, 27.0, DeviceTimes(from_s=24.0, computing_s=24.0, done_s=28.0, sent_s=28.0))
+    assert times.no_wave_s == 1.0 + 2.0
+    assert times.materialize_s == 1.0 + 0.5 + 1.0
+    assert times.activation_s == 2.0 + 2.0
+    assert times.busy_s == 1.5 + 1.0 + 4.0
+    assert times.sending_s == 1.0 + 1.0
+    assert (times.until_s, times.waves) == (28.0, 3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wavepp.bench.ablation import ROWS, AblationPlan, options_of, run
-from wavepp.bench.ablation_table import BEGIN, END, CellKey, markdown, write_section
+from wavepp.bench.ablation_table import CellKey, markdown, marks, write_sections
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
 
@@ -60,6 +60,7 @@ def row(name: str, cell: CellKey, rate: float, **more: Any) -> dict[str, Any]:
         "gaps": {"no_wave": [0.2, 0.4], "activation": [0.0, 0.0]},
         "driver_cores": 0.6,
         "driver_bound": True,
+        "foreign_cores": 0.0,
         **more,
     }
 
@@ -125,31 +126,35 @@ def test_only_emulated_devices_are_taken() -> None:
 
 
 def test_table_stands_beside_the_paper_and_flags_the_driver() -> None:
-    cold, reuse = CellKey("cold", 131072, 16), CellKey("reuse", 131072, 8)
-    text = markdown(report(row("naive", cold, 9000.0), row("wave", reuse, 90000.4)))
-    assert "Emulated: cost model `m`, time scale 0.5, 2 cores" in text
-    assert "| naive: serial admission, no reservation, static waves | 9,000 (8,826) |  |" in text
-    assert "| + wave admission and transport |  | 90,000 (96,796) |" in text
-    assert "0.60 (over half: suspect)" in text
-    assert "| 60% | 30% | 0% |" in text
+    cell = CellKey("cold", 131072, 16)
+    other = row("wave", CellKey("reuse", 131072, 8), 7.0)
+    first, second = report(row("escrow", cell, 30.0), row("naive", cell, 1.0)), report(other)
+    text = markdown([first, second, report(row("naive", cell, 9000.0))], cell)
+    assert "Emulated (escrow, naive): cost model `m`, time scale 0.5, transport ray, 2" in text
+    assert text.count("wavepp bench ablation") == 2
+    naive, escrow = (line for line in text.splitlines() if "admission" in line or "+ lea" in line)
+    assert naive.endswith("static waves | 9,000 | 8,826 | 8,999..9,001 | 1.50 |  | 2.50 |")
+    assert escrow == "| + leases and escrows | 30 |  | 29..31 | 1.50 | 69.69 | 2.50 |"
+    assert "| naive | 60% | 30% | 0% | 0% | 0% | 3, 100 |  | 0.60 (over half: suspect) |" in text
 
 
 def test_only_what_is_between_the_marks_is_written(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nwas here\n{END}\nafter\n")
-    write_section(report(row("tp", CellKey("cold", 10, 1), 5.0)), page)
+    page, cell = tmp_path / "page.md", CellKey("cold", 10, 1)
+    begin, end = marks(cell)
+    page.write_text(f"before\n{begin}\nwas here\n{end}\nafter\n")
+    write_sections([report(row("tp", cell, 5.0))], page)
     text = page.read_text()
-    assert text.startswith(f"before\n{BEGIN}\nEmulated")
-    assert text.endswith(f"{END}\nafter\n")
+    assert text.startswith(f"before\n{begin}\nEmulated")
+    assert text.endswith(f"{end}\nafter\n")
     assert "was here" not in text
-    page.write_text("no marks")
-    with pytest.raises(ConfigError, match="needs the lines"):
-        write_section(report(), page)
+    with pytest.raises(ConfigError, match="needs the lines <!-- ablation cold 11 1: begin"):
+        write_sections([report(row("tp", CellKey("cold", 11, 1), 5.0))], page)
 
 
 def test_rows_are_measured_and_written(tmp_path: Path) -> None:
     page, figure, out = tmp_path / "page.md", tmp_path / "waves.png", tmp_path / "out.json"
-    page.write_text(f"{BEGIN}\n{END}\n")
+    cells = CellKey("cold", 640, 2), CellKey("reuse", 1280, 3)
+    page.write_text("".join("\n".join(marks(cell)) for cell in cells))
     run(
         config(block_size=64),
         plan(rows="greedy"),

@@ -41,6 +41,7 @@ ROW_FIELDS = {
     "good_hit_rate",
     "aborted",
     "capacity_refusals",
+    "rolled_back",
     "driver_cores",
     "stage_cores",
     "driver_bound",

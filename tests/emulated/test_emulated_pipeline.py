@@ -87,7 +87,8 @@ async def test_one_cold_prompt_of_eight_chunks_leaves_four_stages_no_idler_than_
     stages, chunks, tokens = 4, 8, 3200
     trace = tmp_path / "trace.jsonl"
     options = {"pipeline_parallel_size": stages, "max_num_batched_tokens": tokens}
-    async with Engine(config(cost_model="uniform", trace=trace, **options)) as engine:
+    named = {"cost_model": "uniform", "planner": "static", "trace": trace}
+    async with Engine(config(**named, **options)) as engine:
         await engine.prefill(draw(1, chunks * tokens))
     spans = device_spans(trace)
     assert [len(spans[stage]) for stage in range(stages)] == [chunks] * stages

@@ -105,6 +105,7 @@ class LocalStage:
                 prepared = core.prepare(schedule)
                 parcel = self.parcels.get() if self.index > 0 else None
                 self.emit(core.forward(prepared, parcel))
+                core.sent()
         finally:
             executor.close()
 

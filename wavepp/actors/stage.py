@@ -17,6 +17,7 @@ activations, later stages skip those spans and still do their bookkeeping for th
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -78,6 +79,7 @@ class LoopTimes:
     """Seconds of the stage by what it was doing, from the start to the end of its latest wave."""
 
     until_s: float
+    sent_s: float = -math.inf  # when the latest wave's parcel was off
     busy_s: float = 0.0
     no_wave_s: float = 0.0
     activation_s: float = 0.0
@@ -88,10 +90,11 @@ class LoopTimes:
     def add(self, prepare_from_s: float, prepared_s: float, device: DeviceTimes) -> None:
         """Adds a wave: every moment since the latest one's end counts once.
 
-            until_s | no wave | materialize | activation | copies | busy | sending |
+            until_s | sending | no wave | materialize | activation | copies | busy | sending |
 
         A device that was busy meanwhile did not wait for the preparing.
         """
+        self.sending_s += self._spend(min(self.sent_s, device.from_s))
         self.no_wave_s += self._spend(min(prepare_from_s, device.from_s))
         self.materialize_s += self._spend(min(prepared_s, device.from_s))
         self.activation_s += self._spend(device.from_s)
@@ -238,6 +241,10 @@ class StageCore:
             errors=failures,
             reports=(*before.reports, report),
         )
+
+    def sent(self) -> None:
+        """The latest wave's parcel is off: what comes now is no sending any more."""
+        self._times.sent_s = self._clock()
 
     def _compute(
         self, wave: PreparedWave, before: Parcel, *, first: bool

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 from wavepp.bench import plots
-from wavepp.bench.ablation_table import TITLES, CellKey, RowName, console_table, write_section
+from wavepp.bench.ablation_table import TITLES, CellKey, RowName, console_table, write_sections
 from wavepp.bench.report import Row
 from wavepp.bench.throughput import (
     Plan,
@@ -46,7 +46,6 @@ ROWS: dict[RowName, Options] = {
     "tp": ESCROW,  # and one stage of all devices, see `options_of`
     "greedy": {**ESCROW, "planner": "greedy"},
 }
-ONLY_WAY = {"admission": "wave", "reservation": "escrow"}  # of a version without the switch
 TP_FACTOR = 2  # the reference has waves of twice the tokens and twice the lanes
 REQUESTS_PER_CLIENT = 2
 
@@ -101,9 +100,7 @@ def options_of(row: RowName, given: EngineConfig) -> EngineConfig:
     options = dict(ROWS[row])
     for name, value in ROWS[row].items():
         field = EngineConfig.model_fields.get(name)
-        if field is None and ONLY_WAY.get(name) == value:
-            del options[name]
-        elif field is None or value not in get_args(field.annotation):
+        if field is None or value not in get_args(field.annotation):
             raise ConfigError(
                 f"row {row!r} needs --{name} {value}, which this version does not have; "
                 "leave the row out with --rows"
@@ -158,7 +155,7 @@ def run(
         if row["driver_bound"]:
             console.print(f"{row['row']}: {driver_warning(row)}", style="bold", highlight=False)
     if results is not None:
-        write_section(report, results)
+        write_sections([report], results)
 
 
 async def _measure_row(name: RowName, config: EngineConfig, plan: AblationPlan) -> list[Row]:

@@ -1,12 +1,13 @@
-"""The ablation as tables: on a terminal, and as a section of a Markdown page, beside the paper.
+"""The ablation as tables: on a terminal, and as sections of a Markdown page, beside the paper.
 
-Owns: the paper's figures, and the marks between which the page is written. Pure but for that file.
+Owns: the paper's figures, and the marks between which the page is written, a section a cell. Pure
+but for that file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,6 +18,7 @@ from wavepp.bench.report import Row
 from wavepp.bench.workloads import WorkloadName
 from wavepp.errors import ConfigError
 
+Report = Mapping[str, Any]
 RowName = Literal["naive", "wave", "escrow", "mpu", "balanced", "tp", "greedy"]
 TITLES: dict[RowName, str] = {
     "naive": "naive: serial admission, no reservation, static waves",
@@ -27,7 +29,6 @@ TITLES: dict[RowName, str] = {
     "tp": "tensor parallel, all devices one stage",
     "greedy": "leases, escrows, greedy waves",
 }
-BEGIN, END = "<!-- ablation: begin -->", "<!-- ablation: end -->"
 
 
 class CellKey(NamedTuple):
@@ -53,7 +54,7 @@ PAPER_P50: dict[CellKey, dict[RowName, float]] = {
 }
 
 
-def console_table(report: Mapping[str, Any]) -> Table:
+def console_table(report: Report) -> Table:
     """All figures for people."""
     title = f"ablation, emulated: {report['meta']['config']['cost_model']}"
     made = Table(box=box.SIMPLE, title=title, title_justify="left")
@@ -79,82 +80,99 @@ def console_table(report: Mapping[str, Any]) -> Table:
     return made
 
 
-def write_section(report: Mapping[str, Any], page: Path) -> None:
-    """Puts the tables between the marks of a page; the rest of it stays.
+def marks(cell: CellKey) -> tuple[str, str]:
+    """The lines between which a page holds a cell's section."""
+    name = f"ablation {cell.workload} {cell.prompt_len} {cell.concurrency}"
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def write_sections(reports: Sequence[Report], page: Path) -> None:
+    """Puts each cell's table between its marks on a page; the rest of it stays.
+
+    Args:
+        reports: their rows are put together; of a row that several have, the last one counts.
 
     Raises:
-        ConfigError: the page can't be read or written, or has no marks.
+        ConfigError: the page can't be read or written, or lacks marks.
     """
     try:
         text = page.read_text(encoding="utf-8")
-        if BEGIN not in text or END not in text:
-            raise ConfigError(f"results {page}: needs the lines {BEGIN} and {END}")
-        section = f"{BEGIN}\n{markdown(report)}{END}"
-        pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
-        page.write_text(re.sub(pattern, lambda _: section, text, flags=re.DOTALL), encoding="utf-8")
+        for cell in dict.fromkeys(_cell(row) for report in reports for row in report["rows"]):
+            begin, end = marks(cell)
+            if begin not in text or end not in text:
+                raise ConfigError(f"results {page}: needs the lines {begin} and {end}")
+            section = f"{begin}\n{markdown(reports, cell)}{end}"
+            pattern = f"{re.escape(begin)}.*?{re.escape(end)}"
+            text = re.sub(pattern, lambda _, new=section: new, text, flags=re.DOTALL)
+        page.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"results {page}: {error.strerror}") from None
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    """The section: how it was run, throughput beside the paper's, and where the time went."""
+def markdown(reports: Sequence[Report], cell: CellKey) -> str:
+    """A cell's section: how it was run, throughput beside the paper's, and where the time went."""
+    rows: dict[str, Row] = {}
+    parts: list[str] = []
+    for report in reports:
+        found = {row["row"]: row for row in report["rows"] if _cell(row) == cell}
+        if found:
+            rows |= found
+            parts.append(_head(report, list(found)))
+    ordered = [rows[name] for name in get_args(RowName) if name in rows]
+    return "".join(parts) + f"{_throughputs(ordered, cell)}\n{_details(ordered)}"
+
+
+def _head(report: Report, names: Sequence[str]) -> str:
     meta, config = report["meta"], report["meta"]["config"]
-    head = (
-        f"Emulated: cost model `{config['cost_model']}`, time scale {config['time_scale']:g}, "
-        f"{meta['cores']} cores, {meta['date'][:10]}, WavePP {meta['wavepp']}, transport "
-        f"{config['transport']}; medians of {meta['repeats']} runs.\n\n"
+    return (
+        f"Emulated ({', '.join(names)}): cost model `{config['cost_model']}`, time scale "
+        f"{config['time_scale']:g}, transport {config['transport']}, {meta['cores']} cores, "
+        f"{meta['date'][:10]}, WavePP {meta['wavepp']}; medians of {meta['repeats']} runs.\n\n"
         f"```bash\n{meta['command']}\n```\n\n"
     )
-    return head + _throughputs(report["rows"]) + "\n" + _details(report["rows"])
 
 
-def _throughputs(rows: list[Row]) -> str:
-    """Rows by cells: emulated input tokens a second, and the paper's in brackets."""
-    cells = list(dict.fromkeys(map(_cell, rows)))
+def _throughputs(rows: list[Row], cell: CellKey) -> str:
+    """Throughput and completion beside the paper's."""
     lines = [
-        "| input tokens/s, emulated (paper) | " + " | ".join(map(str, cells)) + " |",
-        "|---|" + "---|" * len(cells),
+        "| | input tokens/s, emulated | paper | min..max | p50 s, emulated | paper | p95 s |",
+        "|---|---|---|---|---|---|---|",
     ]
-    found = {(row["row"], _cell(row)): row for row in rows}
-    for name in get_args(RowName):
-        if not any(row["row"] == name for row in rows):
-            continue
-        parts = [_with_paper(found.get((name, cell)), name, cell) for cell in cells]
-        lines.append(f"| {TITLES[name]} | " + " | ".join(parts) + " |")
+    for row in rows:
+        paper = PAPER.get(cell, {}).get(row["row"])
+        paper_p50 = PAPER_P50.get(cell, {}).get(row["row"])
+        parts = [
+            TITLES[row["row"]],
+            f"{row['input_tok_s']:,.0f}",
+            "" if paper is None else f"{paper:,.0f}",
+            f"{row['input_tok_s_min']:,.0f}..{row['input_tok_s_max']:,.0f}",
+            f"{row['p50_s']:.2f}",
+            "" if paper_p50 is None else f"{paper_p50:.2f}",
+            f"{row['p95_s']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(parts)} |")
     return "\n".join(lines) + "\n"
 
 
-def _with_paper(row: Row | None, name: RowName, cell: CellKey) -> str:
-    if row is None:
-        return ""
-    paper = PAPER.get(cell, {}).get(name)
-    return f"{row['input_tok_s']:,.0f}" + ("" if paper is None else f" ({paper:,.0f})")
-
-
 def _details(rows: list[Row]) -> str:
+    """Where the stages' time went, in the mean over the stages."""
     lines = [
-        "| row | cell | tokens/s min..max | p50, s (paper) | p95, s | good hits "
-        "| waves, mean tokens | busy | no wave | activation | materialise | sending "
-        "| driver, cores |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| | busy | no wave | activation | materialise | sending | waves, mean tokens | good hits "
+        "| driver, cores | others, cores |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cell = _cell(row)
-        paper = PAPER_P50.get(cell, {}).get(row["row"])
         hits = row["good_hit_rate"]
         gaps = [_mean(row["gaps"].get(reason, [0.0])) for reason in _REASONS]
         flag = " (over half: suspect)" if row["driver_bound"] else ""
         parts = [
             row["row"],
-            str(cell),
-            f"{row['input_tok_s_min']:,.0f}..{row['input_tok_s_max']:,.0f}",
-            f"{row['p50_s']:.2f}" + ("" if paper is None else f" ({paper:.2f})"),
-            f"{row['p95_s']:.2f}",
-            "" if hits is None else f"{hits:.0%}",
-            f"{row['waves']['count']:g}, {row['waves'].get('tokens_mean', 0):,.0f}",
             f"{_mean(row['stage_busy']):.0%}",
             *(f"{share:.0%}" for share in gaps),
+            f"{row['waves']['count']:g}, {row['waves'].get('tokens_mean', 0):,.0f}",
+            "" if hits is None else f"{hits:.0%}",
             f"{row['driver_cores']:.2f}{flag}",
+            f"{row['foreign_cores']:.2f}",
         ]
         lines.append(f"| {' | '.join(parts)} |")
     return "\n".join(lines) + "\n"

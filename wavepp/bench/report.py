@@ -51,6 +51,7 @@ def make_row(cell: Mapping[str, Any], runs: Sequence[LoopRun], baseline_s: Seque
         "capacity_refusals": _median(
             [run.after.capacity_refusals - run.before.capacity_refusals for run in runs]
         ),
+        "rolled_back": _median([run.after.rolled_back - run.before.rolled_back for run in runs]),
         "driver_cores": _median([_driver_cores(run) for run in runs]),
         "stage_cores": _by_stage(runs, _stage_cores),
         "foreign_cores": _median([run.foreign_cores for run in runs]),

@@ -22,8 +22,9 @@ from wavepp.emulated.stage_model import StageModel, build_stage_model
 from wavepp.emulated.timeline import DeviceTimeline
 from wavepp.planner.wave_time import WaveLoad
 
-READY, LATE = "ready_s", "late_s"  # the stand-in for activations: when they are there, and how late
-# the thread was that says so
+TIMES = "times"
+"""The stand-in for activations, [T, 2]: when they are there, and how late the thread was that says
+so; the same in every token's row."""
 NO_LOGITS = "an emulated device computes no logits: logprobs and prompt_logprobs can't be had"
 
 
@@ -54,7 +55,7 @@ class EmulatedExecutor:
         self._model = model
         self._scale = config.time_scale
         # Serial admission is the baseline whose stages send before they start their next wave.
-        self._blocking_sends = getattr(config, "admission", "wave") == "serial"
+        self._blocking_sends = config.admission == "serial"
         self._clock = clock
         self._sleep = sleep
         self._timeline = DeviceTimeline()
@@ -101,8 +102,8 @@ class EmulatedExecutor:
         late_s = self._timeline.woke(self._clock())
         if self._digests is not None:
             return StageOutput(outputs=outputs, device=times)
-        arrival = {READY: times.done_s + transfer_s, LATE: late_s}
-        return StageOutput(carry=_stand_in(arrival), device=times)
+        arrival = (times.done_s + transfer_s, late_s)
+        return StageOutput(carry={TIMES: np.broadcast_to(arrival, (tokens, 2))}, device=times)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -138,9 +139,6 @@ class EmulatedExecutor:
             self._sleep(left_s)
 
 
-def _stand_in(values: dict[str, float]) -> Carry:
-    return {name: np.array([value]) for name, value in values.items()}
-
-
 def _read(carry: Carry) -> tuple[float, float]:
-    return float(carry[READY][0]), float(carry[LATE][0])
+    ready_s, late_s = carry[TIMES][0].tolist()
+    return ready_s, late_s
