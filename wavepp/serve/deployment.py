@@ -95,8 +95,9 @@ def build_application(config: EngineConfig, options: ServeOptions) -> Applicatio
     if options.num_replicas == 1:
         application: Application = server.bind(*told)
         return application
+    router_class: Any = f"{PrefixRouter.__module__}:{PrefixRouter.__qualname__}"
     router = RequestRouterConfig(
-        request_router_class=f"{PrefixRouter.__module__}:{PrefixRouter.__qualname__}",
+        request_router_class=router_class,
         request_router_kwargs={"block_size": config.block_size},
     )
     pipelines: Any = PipelineReplica
