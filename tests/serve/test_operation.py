@@ -85,17 +85,28 @@ def test_server_lines_of_the_readme_run(smollm2_folder: Path, tmp_path: Path) ->
     assert wait_until(lambda: processes_with(mark) == [], seconds=30), processes_with(mark)
 
 
-def test_bad_configurations_are_one_line(tiny_llama: Path) -> None:
-    """Found before Ray starts, or by a stage."""
+def test_bad_options_are_one_line(tiny_llama: Path) -> None:
     flags = ["--model", str(tiny_llama), "--port", str(free_port())]
     unknown = run(["wavepp", "serve", *flags, "--max-body-mib", "-1"])
     assert unknown.returncode == 2
     assert "max_body_mib" in unknown.stderr.splitlines()[-1]
-    partition = run(["wavepp", "serve", *flags, "--layer-partition", "99", "--transport", "local"])
-    assert partition.returncode == 2, partition.stderr
-    assert partition.stderr.splitlines()[-1].startswith("wavepp: ")
-    assert "layer" in partition.stderr.splitlines()[-1]
-    assert "Traceback" not in partition.stderr
+    assert "Traceback" not in unknown.stderr
+
+
+def test_what_a_replica_finds_wrong_is_told_in_its_words(
+    serve_address: str, tiny_llama: Path
+) -> None:
+    from ray import serve
+
+    from wavepp.serve import app_builder
+    from wavepp.serve.running import deploy
+
+    assert serve_address
+    fields = {"model": str(tiny_llama), "transport": "local", "layer_partition": [99]}
+    with pytest.raises(ConfigError, match="layer_partition") as caught:
+        deploy(app_builder(fields), name="bad", route="/bad")
+    assert len(str(caught.value).splitlines()) == 1
+    serve.delete("bad")
 
 
 def test_the_shipped_serve_file_is_one(tiny_llama: Path) -> None:

@@ -95,11 +95,11 @@ def build_application(config: EngineConfig, options: ServeOptions) -> Applicatio
     if options.num_replicas == 1:
         application: Application = server.bind(*told)
         return application
-    routing: dict[str, Any] = {  # whose types are wrongly declared
-        "request_router_class": f"{PrefixRouter.__module__}:{PrefixRouter.__qualname__}",
-        "request_router_kwargs": {"block_size": config.block_size},
-    }
-    router = RequestRouterConfig(**routing)
+    router_class: Any = f"{PrefixRouter.__module__}:{PrefixRouter.__qualname__}"
+    router = RequestRouterConfig(
+        request_router_class=router_class,
+        request_router_kwargs={"block_size": config.block_size},
+    )
     pipelines: Any = PipelineReplica
     pipelines = pipelines.options(
         num_replicas=options.num_replicas, request_router_config=router, **common

@@ -15,6 +15,7 @@ from wavepp.actors.ray.cluster import Cluster
 
 # isort: split
 from ray import serve
+from ray.serve import Application
 
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
@@ -44,7 +45,7 @@ class RunningServer:
         server = cls(Cluster.join_or_start({}), f"http://{_reachable(host)}:{port}")
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-            _deploy(config, options)
+            deploy(build_application(config, options), name=NAME, route="/")
             _wait_until_up(server.url)
         except BaseException:
             server.stop()
@@ -75,16 +76,21 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"{host}:{port} can't be listened on: {error.strerror}") from None
 
 
-def _deploy(config: EngineConfig, options: ServeOptions) -> None:
+def deploy(application: Application, *, name: str, route: str) -> None:
+    """Starts an application on the running Serve; returns when its replicas are up.
+
+    Raises:
+        ConfigError: an engine can't be built, and why.
+    """
     try:
-        serve.run(build_application(config, options), name=NAME, route_prefix="/")
+        serve.run(application, name=name, route_prefix=route)
     except RuntimeError as error:
-        raise ConfigError(_reason(str(error))) from None
+        raise ConfigError(_reason(str(error), name)) from None
 
 
-def _reason(text: str) -> str:
+def _reason(text: str, name: str) -> str:
     """The engine's own words out of a replica's traceback, which Serve tells as text."""
-    status = serve.status().applications.get(NAME)
+    status = serve.status().applications.get(name)
     if status is not None:
         told = [deployment.message for deployment in status.deployments.values()]
         text = "\n".join([text, status.message, *told])
