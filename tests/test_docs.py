@@ -19,6 +19,7 @@ BIN = Path(sys.executable).parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PATH_LIKE = re.compile(r"`((?:wavepp|docs|scripts|tests|examples|\.ci)/[\w./-]*)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
+OTHERS_COMMANDS = ("curl", "kill", "serve")
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -59,6 +60,8 @@ def test_configuration_page_lists_every_flag() -> None:
 def test_shown_commands_are_commands(line: str) -> None:
     """Scripts exist and can be run; `wavepp` has the subcommand and all the flags shown."""
     words = shlex.split(line)
+    if words[0] in OTHERS_COMMANDS:
+        return
     if "wavepp" not in words:
         script = ROOT / words[0]
         assert script.is_file()

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from wavepp import __version__
+from wavepp.commands.bench_ablation import run_ablation
 from wavepp.commands.engine_flags import engine_command
 from wavepp.config import EngineConfig, build_config
 from wavepp.errors import ConfigError, RequestError, WavePPError
@@ -89,7 +90,8 @@ def run_batch(
 def throughput(
     config: EngineConfig,
     workload: Annotated[
-        str, typer.Option(metavar="LIST", help="of cold, reuse, mixed; comma-separated")
+        str,
+        typer.Option(metavar="LIST", help="of cold, reuse, mixed, storm, trace; comma-separated"),
     ] = "cold",
     concurrency: Annotated[
         str, typer.Option(metavar="LIST", help="requests kept in flight; comma-separated")
@@ -97,8 +99,19 @@ def throughput(
     prompt_len: Annotated[int, typer.Option(min=1, metavar="N", help="tokens in a prompt")] = 4096,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="in a timed run; default: 8, or the concurrency"),
+        typer.Option(min=1, metavar="N", help="in a run; default: 8, the concurrency, a trace's"),
     ] = None,
+    request_rate: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="arrivals a second, instead of a closed loop"),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="requests of workload trace, one JSON object a line"),
+    ] = None,
+    trace_scale: Annotated[
+        float, typer.Option(min=1e-6, metavar="X", help="times faster than the trace was recorded")
+    ] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="timed runs of each cell")] = 3,
     reuse_frac: Annotated[
         float,
@@ -113,9 +126,18 @@ def throughput(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="write meta and rows here")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="draw throughput, waves, wave sizes")
+    ] = None,
+    engine_trace: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="what other commands call --trace")
+    ] = None,
 ) -> None:
-    """Measure prompt throughput: closed loop, in process, on made prompts."""
+    """Measure prompt throughput, in process: a closed loop, arrivals at a rate, or a trace."""
     from wavepp.bench.throughput import Plan, run
+
+    if engine_trace is not None:
+        config = config.model_copy(update={"trace": str(engine_trace)})
 
     plan = Plan.parse(
         workloads=workload,
@@ -126,13 +148,47 @@ def throughput(
         reuse_frac=reuse_frac,
         num_prefixes=num_prefixes,
         baseline=baseline,
+        request_rate=request_rate,
+        trace=trace,
+        trace_scale=trace_scale,
         seed=config.seed,
     )
-    run(config, plan, json_file)
+    run(config, plan, json_file, plot)
+
+
+def serve(
+    config: EngineConfig,
+    host: Annotated[str, typer.Option(metavar="TEXT", help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="to listen on")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="ask clients for this bearer token")
+    ] = None,
+    max_body_mib: Annotated[
+        float, typer.Option(metavar="X", help="refuse request bodies larger than this")
+    ] = 32,
+    num_replicas: Annotated[
+        int, typer.Option(min=1, metavar="N", help="engines, each a whole pipeline")
+    ] = 1,
+    shutdown_timeout_s: Annotated[
+        float, typer.Option(min=0, metavar="X", help="for requests in flight when told to stop")
+    ] = 60.0,
+) -> None:
+    """Serve OpenAI's HTTP API on Ray Serve, until SIGTERM or Ctrl-C."""
+    from wavepp.commands.serve import run
+
+    options = {
+        "api_key": api_key,
+        "max_body_mib": max_body_mib,
+        "num_replicas": num_replicas,
+        "shutdown_timeout_s": shutdown_timeout_s,
+    }
+    run(config, options, host=host, port=port)
 
 
 app.command("run-batch")(engine_command(run_batch))
-bench.command("throughput")(engine_command(throughput))
+app.command("serve")(engine_command(serve))
+bench.command("throughput")(engine_command(throughput, left_out=frozenset({"trace"})))
+bench.command("ablation")(engine_command(run_ablation, left_out=frozenset({"trace"})))
 
 
 @bench.command("admission")
@@ -191,6 +247,74 @@ def families(
     from wavepp.bench.families import run
 
     run(names or (), tokens=tokens, repeats=repeats, threads=threads, json_file=json_file)
+
+
+@bench.command("serve")
+def bench_serve(
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="of the server")
+    ] = "http://127.0.0.1:8000",
+    endpoint: Annotated[str, typer.Option(metavar="PATH", help="to send to")] = "/v1/completions",
+    model: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="default: the first the server lists")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="the server's bearer token")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, metavar="N", help="requests to send")] = 1000,
+    dataset_path: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="prompts, a line each (JSON with prompt, or text)"),
+    ] = None,
+    random_input_len: Annotated[
+        int, typer.Option(min=1, metavar="N", help="tokens of a random prompt")
+    ] = 1024,
+    random_output_len: Annotated[
+        int, typer.Option(min=0, metavar="N", help="max_tokens of every request")
+    ] = 1,
+    random_prefix_len: Annotated[
+        int, typer.Option(min=0, metavar="N", help="tokens before them, alike in all prompts")
+    ] = 0,
+    vocab_size: Annotated[
+        int, typer.Option(min=10, metavar="N", help="random tokens are drawn below it")
+    ] = 500,
+    request_rate: Annotated[
+        float | None, typer.Option(min=0.001, metavar="X", help="requests a second; default: all")
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="most requests in flight")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="every answer is as long as it may be")
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="of prompts and arrivals")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="write all numbers here")
+    ] = None,
+) -> None:
+    """Measure a server of OpenAI's API under load: throughput, times to first token and to the end.
+
+    Options, numbers and print are those of `vllm bench serve`.
+    """
+    from wavepp.bench.serve import Plan, run
+
+    plan = Plan(
+        base_url=base_url,
+        endpoint=endpoint,
+        model=model,
+        api_key=api_key,
+        num_prompts=num_prompts,
+        dataset_path=dataset_path,
+        random_input_len=random_input_len,
+        random_output_len=random_output_len,
+        random_prefix_len=random_prefix_len,
+        vocab_size=vocab_size,
+        request_rate=request_rate,
+        max_concurrency=max_concurrency,
+        ignore_eos=ignore_eos,
+        seed=seed,
+    )
+    run(plan, json_file)
 
 
 @bench.command("compare")
@@ -259,6 +383,24 @@ def check_model(
         "dtype": dtype,
     }
     run_check_model(build_config({k: v for k, v in options.items() if v is not None}))
+
+
+def plan(
+    config: EngineConfig,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.yaml", help="time this machine, and write a cost model for --cost-model"
+        ),
+    ] = None,
+) -> None:
+    """Say how a model would be split over stages, which budgets and pools it gets, and why."""
+    from wavepp.commands.plan import run
+
+    run(config, profile)
+
+
+app.command("plan")(engine_command(plan))
 
 
 @app.command("trace")

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
-from wavepp.actors.ports import EngineBackend
+from wavepp.actors.ports import EngineBackend, ExecutorFactory
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from wavepp.requests import (
     EngineStats,
+    Increment,
     PrefillRequest,
     PrefillResult,
     check_request,
     make_request,
 )
+from wavepp.text_stream import StreamedAnswer, no_text
 from wavepp.tokenizer import Tokenizer, load_tokenizer
 from wavepp.validation import shown
 
@@ -31,6 +35,7 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 """Text, or token ids (any sequence of ints, or an array of them)."""
 
+NONE_IS_DEFAULT = ("cache_salt", "stop", "stop_token_ids")
 WINDOW_MIN = 64
 RETRY_S = 0.05
 
@@ -44,6 +49,9 @@ class PrefillOptions(TypedDict, total=False):
     seed: int | None
     logprobs: int | None
     prompt_logprobs: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
     cache_salt: str | None
 
 
@@ -123,7 +131,8 @@ class Engine:
     async def prefill(
         self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[PrefillOptions]
     ) -> PrefillResult:
-        """Runs one prompt to its first token. Cancelling the awaiting task aborts the request.
+        """Runs one prompt to its first token, or on to `max_tokens`. Cancelling the awaiting task
+        aborts the request.
 
         Raises:
             RequestError: the prompt or an option can't be served; nothing was queued.
@@ -143,17 +152,60 @@ class Engine:
         facts = self._running_facts()
         tokens = await self.tokenize(prompt) if isinstance(prompt, str) else prompt
         fields: dict[str, Any] = {**options, "prompt_token_ids": tokens}
-        if fields.get("cache_salt", "") is None:
-            del fields["cache_salt"]
+        for name in NONE_IS_DEFAULT:
+            if fields.get(name, "") is None:
+                del fields[name]
         fields["request_id"] = request_id if request_id is not None else uuid.uuid4().hex
         request = make_request(**fields)
-        _check(request, facts)
+        _check(request, facts, self._tokenizer)
         return request
 
     async def submit(self, request: PrefillRequest) -> PrefillResult:
         """Runs a request to its end; as `prefill`."""
+        if not request.stop:
+            return await self._submit(request, stream=False)
+        result: PrefillResult | None = None
+        async with aclosing(self.stream_request(request)) as steps:
+            async for step in steps:
+                result = step.result
+        assert result is not None, "a stream ends with its result"
+        return result
+
+    async def stream(
+        self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[PrefillOptions]
+    ) -> AsyncIterator[Increment]:
+        """As `prefill`, but tells each token as it is produced; the last increment has the result.
+        Closing the iterator (`contextlib.aclosing`) aborts the request.
+        """
+        request = await self.request(prompt, request_id=request_id, **options)
+        async with aclosing(self.stream_request(request)) as steps:
+            async for step in steps:
+                yield step
+
+    async def stream_request(self, request: PrefillRequest) -> AsyncGenerator[Increment]:
+        """Streams a request; as `stream`."""
+        _check(request, self._running_facts(), self._tokenizer)
+        assert self._backend is not None
+        decode = self._tokenizer.decode if self._tokenizer is not None else no_text
+        answer = StreamedAnswer(request, decode)
+        running = asyncio.create_task(self._submit(request, stream=True))
+        try:
+            await asyncio.sleep(0)  # it is submitted before anybody asks for more of it
+            while more := await self._backend.more(request.request_id, answer.num_told):
+                yield await self.on_worker(partial(answer.grow, more))
+                if answer.is_stopped:
+                    break
+            if answer.is_stopped and request.prompt_logprobs is None:
+                await self._backend.abort(request.request_id)
+            result = await running
+            yield await self.on_worker(partial(answer.end, result))
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _submit(self, request: PrefillRequest, *, stream: bool) -> PrefillResult:
         facts = self._running_facts()
-        _check(request, facts)
+        _check(request, facts, self._tokenizer)
         if request.request_id in self._live:
             raise RequestError(
                 f"request_id {request.request_id!r} is in use by another request",
@@ -163,7 +215,7 @@ class Engine:
         assert self._backend is not None
         self._live.add(request.request_id)
         try:
-            return await self._backend.submit(request)
+            return await self._backend.submit(request, stream=stream)
         finally:
             self._live.discard(request.request_id)
 
@@ -206,6 +258,16 @@ class Engine:
         assert self._backend is not None
         return await self._backend.stats()
 
+    async def check_health(self) -> None:
+        """Returns when the pipeline lives and makes progress.
+
+        Raises:
+            EngineDeadError: it does not, and why.
+        """
+        self._running_facts()
+        assert self._backend is not None
+        await self._backend.check_health()
+
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes that no request uses, on every stage.
 
@@ -239,6 +301,23 @@ class Engine:
         """
         encoder = self._need_tokenizer()
         return await self.on_worker(lambda: encoder.encode_chat(messages, options))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out.
+
+        Raises:
+            RequestError: there is no tokenizer, or a token is outside the vocabulary.
+        """
+        decoder = self._need_tokenizer()
+        vocab_size = min(stage.vocab_size for stage in self._facts)
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"token id {token_id} is outside the vocabulary of {vocab_size} tokens",
+                    code="bad_token",
+                    param="tokens",
+                )
+        return await self.on_worker(lambda: decoder.decode(token_ids))
 
     async def on_worker(self, call: Callable[[], T]) -> T:
         """Runs what uses the tokenizer on the tokenizer's thread."""
@@ -293,23 +372,38 @@ class Engine:
 
 def build_backend(config: EngineConfig) -> EngineBackend:
     """The pipeline of `config.transport`, not yet started."""
-    from wavepp.actors.executors import torch_executor
-
+    factory = _executor_factory(config)
     if config.transport == "local":
         from wavepp.actors.local import LocalPipeline
 
-        return LocalPipeline(config, torch_executor)
+        return LocalPipeline(config, factory)
     from wavepp.actors.ray.launch import RayPipeline
 
-    return RayPipeline(config, torch_executor)
+    return RayPipeline(config, factory)
+
+
+def _executor_factory(config: EngineConfig) -> ExecutorFactory:
+    if config.device == "emulated":
+        from wavepp.emulated.executor import emulated_executor
+
+        return emulated_executor
+    from wavepp.actors.executors import torch_executor
+
+    return torch_executor
 
 
 def check_folder(config: EngineConfig) -> None:
     """Sees that the checkpoint's folder is there before anything heavy is started.
 
     Raises:
-        ConfigError: it isn't, or holds no config.json.
+        ConfigError: it isn't, or holds no config.json; or there is no such cost model.
     """
+    if config.device == "emulated":
+        from wavepp.emulated.cost_model import load_cost_model
+
+        assert config.cost_model is not None, "the configuration sees to it"
+        load_cost_model(config.cost_model)
+        return
     folder = Path(config.model)
     if not folder.is_dir():
         raise ConfigError(f"model: {config.model} is not a folder")
@@ -317,7 +411,13 @@ def check_folder(config: EngineConfig) -> None:
         raise ConfigError(f"model: {config.model} holds no config.json")
 
 
-def _check(request: PrefillRequest, facts: tuple[StageFacts, ...]) -> None:
+def _check(
+    request: PrefillRequest, facts: tuple[StageFacts, ...], tokenizer: Tokenizer | None
+) -> None:
+    if request.stop and tokenizer is None:
+        raise RequestError(
+            "stop needs a tokenizer: name stop_token_ids", code="no_tokenizer", param="stop"
+        )
     check_request(
         request,
         vocab_size=min(stage.vocab_size for stage in facts),

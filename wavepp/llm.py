@@ -24,6 +24,8 @@ from wavepp.requests import EngineStats, PrefillResult
 T = TypeVar("T")
 Message = Mapping[str, Any]
 
+GENERATE_TOKENS = 16
+
 
 class LLM:
     """A pipeline you call and wait for.
@@ -91,7 +93,8 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[PrefillOptions]
     ) -> list[PrefillResult]:
-        """The same as `prefill`: this version produces at most one token (max_tokens 0 or 1)."""
+        """As `prefill`, and on to the answer's end, or to `max_tokens` (16 if not given)."""
+        options.setdefault("max_tokens", GENERATE_TOKENS)
         return self.prefill(prompts, **options)
 
     def chat(

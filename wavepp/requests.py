@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,7 +21,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 SALT_CHARS_MAX = 1024
 LOGPROBS_MAX = 20
-TOKENS_MAX = 1
+STOPS_MAX = 16
+STOP_CHARS_MAX = 1024
+
+StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]
 
 
 class PrefillRequest(BaseModel):
@@ -43,13 +46,24 @@ class PrefillRequest(BaseModel):
         default=None,
         ge=0,
         le=LOGPROBS_MAX,
-        description="alternatives to report for the produced token",
+        description="alternatives to report for each produced token",
     )
     prompt_logprobs: int | None = Field(
         default=None,
         ge=0,
         le=LOGPROBS_MAX,
         description="alternatives to report for each prompt token",
+    )
+    stop: tuple[StopString, ...] = Field(
+        default=(),
+        max_length=STOPS_MAX,
+        description="texts that end the answer before them; needs a tokenizer",
+    )
+    stop_token_ids: tuple[int, ...] = Field(
+        default=(), description="tokens that end the answer, besides the model's own"
+    )
+    ignore_eos: bool = Field(
+        default=False, description="go on after the model's end-of-sequence token"
     )
     cache_salt: str = Field(
         default="",
@@ -87,19 +101,24 @@ class RequestTimings:
     hint_s: float | None = None
     admitted_s: float | None = None
     first_wave_s: float | None = None
+    first_token_s: float | None = None
     done_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillResult:
-    """The outcome of one request (S10).
+    """The outcome of one request.
 
     Attributes:
         token_ids: the produced tokens; empty when max_tokens was 0 or the request did not finish.
         logprobs: one entry per produced token when `logprobs` was asked for, else None.
         prompt_logprobs: one entry per prompt token (None for the first, which nothing predicts),
             else None.
-        finish_reason: stop (an end-of-sequence token), length, abort or error.
+        finish_reason: stop (an end-of-sequence token, or what was asked for), length, abort or
+            error.
+        stop_reason: the stop string that ended the answer.
+        text: the answer as text up to the stop string; None when none was asked for, or when the
+            text was not needed.
         error: what went wrong, for finish_reason "error" only.
         num_cached_tokens: prompt tokens whose state was reused on every stage, not computed.
     """
@@ -113,7 +132,33 @@ class PrefillResult:
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     error: str | None = None
+    stop_reason: str | None = None
+    text: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Produced:
+    """One token of an answer that is still being produced."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Increment:
+    """What a streamed answer grew by.
+
+    Attributes:
+        text: of these tokens, as far as it is certain; "" without a tokenizer.
+        logprobs: one entry a token when they were asked for, else None.
+        result: the whole outcome; in the last increment only.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    result: PrefillResult | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +166,8 @@ class StageStats:
     """One stage: what its LOOP thread did since the engine started, and its cache now.
 
     Attributes:
-        wait_s: no_wave | activation | materialize -> seconds.
+        busy_s, wait_s (no_wave | activation | materialize | sending -> seconds): all time until
+            its latest wave's end. idle_s: seconds since then. cpu_s: of its process.
         blocks_used: held by requests; the rest is free or cached and idle.
         blocks_cached: reusable, whether or not a request uses them; some are among blocks_used.
         leases, escrows: requests that hold one; escrow_blocks: what all escrows together promise.
@@ -135,6 +181,7 @@ class StageStats:
     layers: tuple[int, int]
     busy_s: float
     wait_s: Mapping[str, float] = field(default_factory=dict)
+    idle_s: float = 0.0
     waves: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
@@ -151,6 +198,7 @@ class StageStats:
     lock_hold_max_s: float = 0.0
     invariant_violations: int = 0
     pid: int = 0
+    cpu_s: float = 0.0
 
     @property
     def cache_usage(self) -> float:
@@ -170,6 +218,7 @@ class EngineStats:
         deferred: times a request waited for a prefix that another one was computing.
         lease_age_s_max: age of the oldest lease that is not materialised yet.
         wave_tokens: sizes of the latest waves, oldest first (bounded).
+        driver_cpu_s: CPU seconds of the driver's process (with `--transport local` everybody's).
     """
 
     requests_waiting: int
@@ -192,6 +241,7 @@ class EngineStats:
     lease_age_s_max: float = 0.0
     stages: tuple[StageStats, ...] = ()
     wave_tokens: tuple[int, ...] = ()
+    driver_cpu_s: float = 0.0
 
     @property
     def lock_hold_max_s(self) -> float:
@@ -210,16 +260,21 @@ def make_request(**fields: Any) -> PrefillRequest:
     `prompt_token_ids` may be any sequence of ints (numpy's too), or an array with `tolist()`.
 
     Raises:
-        RequestError: an empty prompt, an unknown field (the nearest known one is named), a value of
-            the wrong type or out of range, or more tokens asked for than this version produces.
+        RequestError: an empty prompt, an unknown field (the nearest known one is named), or a value
+            of the wrong type or out of range.
     """
     tokens: Any = fields.get("prompt_token_ids")
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
     if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
         tokens = tuple(t.item() if getattr(t, "shape", None) == () else t for t in tokens)
+    lists = {
+        name: (value,) if isinstance(value, str) else tuple(value)
+        for name in ("stop", "stop_token_ids")
+        if isinstance(value := fields.get(name), str | list)
+    }
     try:
-        request = PrefillRequest(**{**fields, "prompt_token_ids": tokens})
+        request = PrefillRequest(**{**fields, **lists, "prompt_token_ids": tokens})
     except ValidationError as error:
         message, param = first_problem(error, PrefillRequest.model_fields)
         raise RequestError(message, param=param) from None
@@ -227,21 +282,15 @@ def make_request(**fields: Any) -> PrefillRequest:
         raise RequestError(
             "prompt is empty: give at least one token", code="empty_prompt", param="prompt"
         )
-    if request.max_tokens > TOKENS_MAX:
-        raise RequestError(
-            f"max_tokens {request.max_tokens}: this version prefills and produces at most "
-            f"{TOKENS_MAX} token; ask for 0 or 1",
-            code="unsupported",
-            param="max_tokens",
-        )
     return request
 
 
 def check_request(request: PrefillRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Checks a request against the model's facts (S11).
+    """Checks a request against the model's facts.
 
     Raises:
-        RequestError: the prompt is too long, or holds a token outside the vocabulary.
+        RequestError: prompt and answer are too long together, or the prompt holds a token outside
+            the vocabulary.
     """
     tokens = request.prompt_token_ids
     if len(tokens) > max_model_len:
@@ -249,6 +298,13 @@ def check_request(request: PrefillRequest, *, vocab_size: int, max_model_len: in
             f"the prompt has {len(tokens)} tokens, max_model_len is {max_model_len}",
             code="prompt_too_long",
             param="prompt",
+        )
+    if len(tokens) + request.max_tokens - 1 > max_model_len:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens and max_tokens is {request.max_tokens}; "
+            f"max_model_len is {max_model_len}",
+            code="context_length_exceeded",
+            param="max_tokens",
         )
     low, high = min(tokens), max(tokens)
     if low < 0 or high >= vocab_size:

@@ -69,7 +69,8 @@ async def test_queue_limits_refuse_for_now() -> None:
 async def test_chunks_of_a_prompt_follow_each_other_through_the_stages(tmp_path: Path) -> None:
     """Nobody waits for one chunk to come back before the next one starts."""
     trace = tmp_path / "trace.jsonl"
-    async with running("local", checksum_20ms, **STANDARD, trace=str(trace)) as pipeline:
+    options = {**STANDARD, "min_wave_tokens": 16, "trace": str(trace)}
+    async with running("local", checksum_20ms, **options) as pipeline:
         assert_served(await pipeline.submit(request([5] * 128)), [5] * 128, 4)
     records = [json.loads(line) for line in trace.read_text().splitlines()]
     reports: dict[tuple[int, int], dict[str, Any]] = {

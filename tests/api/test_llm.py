@@ -40,10 +40,13 @@ def test_one_prompt_may_stand_by_itself(llm: LLM) -> None:
     assert llm.prefill([]) == []
 
 
-def test_generate_is_prefill(llm: LLM) -> None:
-    assert llm.generate([[5, 6]], max_tokens=1)[0].token_ids == llm.prefill([5, 6])[0].token_ids
-    with pytest.raises(RequestError, match="ask for 0 or 1"):
-        llm.generate([[5, 6]], max_tokens=16)
+def test_generate_goes_on_after_the_first_token(llm: LLM) -> None:
+    first = llm.prefill([5, 6])[0].token_ids
+    assert llm.generate([[5, 6]], max_tokens=1)[0].token_ids == first
+    longer = llm.generate([5, 6], ignore_eos=True)[0].token_ids
+    assert len(longer) == 16
+    assert longer[:1] == first
+    assert llm.generate([5, 6], max_tokens=5, ignore_eos=True)[0].token_ids == longer[:5]
 
 
 def test_chat_lays_messages_out_by_the_template(llm: LLM) -> None:
@@ -144,7 +147,7 @@ def test_interrupt_aborts_and_leaves_the_llm_usable(tiny_llama: Path) -> None:
     print(stats.requests_waiting + stats.requests_running)
     llm.close()
     """
-    with run_script(tiny_llama, body, max_num_batched_tokens=16) as process:
+    with run_script(tiny_llama, body, max_num_batched_tokens=16, block_size=16) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.5)

@@ -109,7 +109,7 @@ BAD_LINES: list[tuple[Any, str, int]] = [
     ({"prompt": [5] * 4097}, "prompt_too_long", 400),
     ({"prompt": "a", "cache_salt": "s" * 1025}, "invalid_request", 400),
     ({"prompt": "a", "logprobs": 100}, "invalid_request", 400),
-    ({"prompt": "a", "max_tokens": 16}, "unsupported", 400),
+    ({"prompt": "a", "max_tokens": 5000}, "context_length_exceeded", 400),
     ({"prompt": "a", "model": "other"}, "model_not_found", 404),
     ({"prompt": "a\ud800"}, "bad_text", 400),
     (openai(1, {"messages": [{"role": "user", "content": None}]}, CHAT), "chat_template", 400),

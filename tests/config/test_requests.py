@@ -28,7 +28,6 @@ def make(**fields: Any) -> Any:
         ({"prompt_token_ids": [[1]]}, r"\(got \[1\]\)"),
         ({"max_tokns": 1}, "unknown field 'max_tokns'; did you mean 'max_tokens'?"),
         ({"zzz": 1}, "unknown field 'zzz'$"),
-        ({"max_tokens": 2}, "max_tokens 2: this version prefills"),
         ({"max_tokens": -1}, r"max_tokens: .*\(got -1\)"),
         ({"max_tokens": True}, r"max_tokens: .*\(got True\)"),
         ({"max_tokens": None}, "max_tokens: "),
@@ -39,6 +38,11 @@ def make(**fields: Any) -> Any:
         ({"top_p": 0.0}, "top_p: "),
         ({"top_p": 1.5}, "top_p: "),
         ({"seed": 2**63}, "seed: "),
+        ({"stop": ["a", ""]}, r"stop\.1: "),
+        ({"stop": ["x"] * 17}, "stop: .*16"),
+        ({"stop": 5}, "stop: "),
+        ({"stop_token_ids": ["a"]}, r"stop_token_ids\.0: "),
+        ({"ignore_eos": 1}, "ignore_eos: "),
         ({"logprobs": 21}, "logprobs: .*20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs: "),
         ({"cache_salt": 5}, r"cache_salt: .*\(got 5\)"),
@@ -55,9 +59,9 @@ def test_request_names_what_is_wrong(fields: dict[str, Any], message: str) -> No
 
 def test_error_keeps_code_and_param_through_pickling() -> None:
     with pytest.raises(RequestError) as caught:
-        make(max_tokens=5)
+        make(prompt_token_ids=[])
     copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
-    assert (copy.code, copy.param, str(copy)) == ("unsupported", "max_tokens", str(caught.value))
+    assert (copy.code, copy.param, str(copy)) == ("empty_prompt", "prompt", str(caught.value))
     full = pickle.loads(pickle.dumps(QueueFullError("full", code="queue_full")))  # noqa: S301
     assert isinstance(full, QueueFullError)
     assert full.code == "queue_full"
@@ -74,9 +78,20 @@ def test_tokens_may_come_as_any_sequence(tokens: Any) -> None:
     assert make(prompt_token_ids=tokens).prompt_token_ids == (3, 4)
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1])
-def test_zero_and_one_token_may_be_asked_for(max_tokens: int) -> None:
+@pytest.mark.parametrize("max_tokens", [0, 1, 1000])
+def test_any_number_of_tokens_may_be_asked_for(max_tokens: int) -> None:
     assert make(max_tokens=max_tokens).max_tokens == max_tokens
+
+
+def test_one_stop_string_may_stand_by_itself() -> None:
+    assert make(stop="end").stop == ("end",)
+    assert make(stop=["a", "b"], stop_token_ids=[3]).stop == ("a", "b")
+
+
+def test_prompt_and_answer_must_fit_together() -> None:
+    check_request(make(max_tokens=9), vocab_size=100, max_model_len=10)
+    with pytest.raises(RequestError, match="has 2 tokens and max_tokens is 10; max_model_len is"):
+        check_request(make(max_tokens=10), vocab_size=100, max_model_len=10)
 
 
 @pytest.mark.parametrize(

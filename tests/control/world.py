@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,17 @@ from wavepp.control.facts import (
     LaunchWave,
     RoundAnswered,
     SendRound,
+    TellProduced,
     TimerFired,
     WaveCompleted,
 )
 from wavepp.control.options import CacheOptions, DriverOptions
 from wavepp.control.work import Sampling
+from wavepp.planner.factory import PlannerName
 from wavepp.protocol.messages import Admit, RoundMessage, RoundReply, SpanPlan, WaveSchedule
+from wavepp.protocol.votes import Claim
 from wavepp.requests import PrefillResult
-from wavepp.units import RequestId
+from wavepp.units import RequestId, align_down
 
 
 class World:
@@ -50,9 +53,13 @@ class World:
         host_blocks: int = 0,
         kinds: str = "",
         caching: bool = True,
+        planner: PlannerName = "greedy",
         **options_more: Any,
     ) -> None:
-        """`kinds`: letters of the checksum executor, repeated over the layers."""
+        """`kinds`: letters of the checksum executor, repeated over the layers. Only `greedy` takes
+        waves of any size; for the others they are rounded to blocks."""
+        if planner != "greedy":
+            wave_tokens = max(align_down(wave_tokens, block_size), block_size)
         config = EngineConfig(
             model="checksum",
             pipeline_parallel_size=stages,
@@ -62,6 +69,7 @@ class World:
             kv_offloading_size=float(host_blocks),
         )
         self.now = 0.0
+        self.ticks = 0.0  # a stage's look at the clock takes so long
         self.layers = stages
         self.kinds = (kinds * stages)[:stages]
         headroom = headroom_waves * wave_tokens
@@ -73,9 +81,7 @@ class World:
             enable_prefix_caching=caching,
         )
         self.cores = [
-            StageCore(
-                ChecksumExecutor(config, stage, kinds=self.kinds), caches, clock=lambda: self.now
-            )
+            StageCore(ChecksumExecutor(config, stage, kinds=self.kinds), caches, clock=self._clock)
             for stage in range(stages)
         ]
         options = DriverOptions(
@@ -83,6 +89,7 @@ class World:
             wave_tokens_max=wave_tokens,
             max_num_seqs=lanes,
             headroom_tokens=headroom,
+            planner=planner,
             **options_more,
         )
         self.driver = DriverControl([core.facts for core in self.cores], options)
@@ -94,9 +101,16 @@ class World:
         self.arrived = 0
         self.inner_ids: dict[str, RequestId] = {}  # of the latest request of that name
         self.results: dict[str, PrefillResult] = {}
+        self.told: dict[str, list[int]] = {}
         self.spans: list[SpanPlan] = []
         self.admissions: list[Admit] = []
+        self.claims: list[Claim] = []
+        self.launches: list[LaunchWave] = []
         self._entries_seen = 0
+
+    def _clock(self) -> float:
+        self.now += self.ticks
+        return self.now
 
     def arrive(
         self,
@@ -113,9 +127,11 @@ class World:
             max_tokens=max_tokens,
             sampling=Sampling(prompt_logprobs=1 if scores else None),
             namespace=salt,
+            stream=True,
         )
         assert self.driver.refusal(arrival) is None
         self.results.pop(user_id, None)
+        self.told[user_id] = []
         self.prompts[user_id] = (list(prompt), max_tokens)
         self.arrived += 1
         self.inner_ids[user_id] = RequestId(f"{user_id}#{self.arrived}")
@@ -177,6 +193,7 @@ class World:
             outputs=parcel.outputs,
             errors=parcel.errors,
             acks=tuple(report.ack for report in parcel.reports),
+            stage_seconds=tuple(report.busy_s for report in parcel.reports),
         )
         self._perform(self.driver.handle(fact, now=self.now))
 
@@ -225,14 +242,20 @@ class World:
         for effect in effects:
             match effect:
                 case LaunchWave(schedule=schedule):
+                    self.launches.append(effect)
                     self.spans.extend(schedule.spans)
                     for queue in self.waves:
                         queue.append(schedule)
                 case SendRound(messages=messages):
                     assert self.rounds == [None] * len(self.cores)
                     self.rounds = list(messages)
+                    self.claims.extend(messages[0].ask.claims)
+                case TellProduced(user_id=user_id, produced=produced):
+                    self.told[user_id].append(produced.token_id)
                 case Finish(user_id=user_id, result=result):
                     assert user_id not in self.results
+                    if result.token_ids:  # the last one is told with the result
+                        assert self.told[user_id] == list(result.token_ids[:-1])
                     self.results[user_id] = result
 
     def _see_admissions(self) -> None:
@@ -245,5 +268,12 @@ class World:
 
     def first_admissions(self) -> list[int]:
         """Serial numbers in the order in which requests were admitted for the first time."""
-        serials = [int(admit.request_id.rpartition("#")[2]) for admit in self.admissions]
-        return list(dict.fromkeys(serials))
+        return _serials(admit.request_id for admit in self.admissions)
+
+    def first_claims(self) -> list[int]:
+        """Serial numbers in the order in which requests were given a lease for the first time."""
+        return _serials(claim.request_id for claim in self.claims)
+
+
+def _serials(names: Iterable[RequestId]) -> list[int]:
+    return list(dict.fromkeys(int(name.rpartition("#")[2]) for name in names))

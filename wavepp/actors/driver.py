@@ -35,6 +35,7 @@ from wavepp.control.facts import (
     LaunchWave,
     RoundAnswered,
     SendRound,
+    TellProduced,
     TimerFired,
     WaveCompleted,
 )
@@ -42,7 +43,7 @@ from wavepp.control.options import DriverOptions
 from wavepp.control.work import Sampling
 from wavepp.errors import EngineDeadError, ProtocolError, RequestError
 from wavepp.protocol.messages import RoundMessage, WaveSchedule
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced
 from wavepp.units import RequestId
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class DriverCore:
         self._clock: Callable[[], float] = time.monotonic
         self._started_s = self._clock()
         self._futures: dict[str, asyncio.Future[PrefillResult]] = {}
+        self._streams: dict[str, TokenStream] = {}
         self._to_launch: asyncio.Queue[WaveSchedule] = asyncio.Queue()
         self._to_round: asyncio.Queue[tuple[RoundMessage, ...]] = asyncio.Queue()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -85,21 +87,33 @@ class DriverCore:
         self._timer: asyncio.TimerHandle | None = None
         self._main = asyncio.create_task(self._run(), name="wavepp-driver")
 
-    async def submit(self, request: PrefillRequest) -> PrefillResult:
+    async def submit(self, request: PrefillRequest, *, stream: bool = False) -> PrefillResult:
         """As EngineBackend.submit."""
         self.check_alive()
-        arrival = build_arrival(request)
+        arrival = build_arrival(request, stream=stream)
         refused = self.control.refusal(arrival)
         if refused is not None:
             raise refused
         future: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future
+        tokens = TokenStream()
+        if stream:
+            self._streams[request.request_id] = tokens
         self._feed(Arrived(arrival=arrival))
         try:
             return await future
         except asyncio.CancelledError:
             self.abort(request.request_id)
             raise
+        finally:
+            tokens.close()
+            if self._streams.get(request.request_id) is tokens:  # not of a later one of that name
+                del self._streams[request.request_id]
+
+    async def more(self, request_id: str, known: int) -> tuple[Produced, ...]:
+        """As EngineBackend.more."""
+        stream = self._streams.get(request_id)
+        return () if stream is None else await stream.after(known)
 
     def abort(self, request_id: str) -> bool:
         """As EngineBackend.abort."""
@@ -144,6 +158,7 @@ class DriverCore:
             lease_age_s_max=self._clock() - min(leases) if leases else 0.0,
             stages=stages,
             wave_tokens=tuple(self._wave_sizes),
+            driver_cpu_s=time.process_time(),
         )
 
     async def reset_prefix_cache(self, stage: int | None) -> bool:
@@ -274,6 +289,7 @@ class DriverCore:
                 outputs=parcel.outputs,
                 errors=parcel.errors,
                 acks=tuple(report.ack for report in parcel.reports),
+                stage_seconds=tuple(report.busy_s for report in parcel.reports),
             )
         )
 
@@ -321,6 +337,8 @@ class DriverCore:
                 self._to_launch.put_nowait(schedule)
             case SendRound(messages=messages):
                 self._to_round.put_nowait(messages)
+            case TellProduced(user_id=user_id, produced=produced):
+                self._streams[user_id].put(produced)
             case Finish(user_id=user_id, result=result):
                 future = self._futures.pop(user_id)
                 if not future.done():  # its caller may be gone
@@ -338,6 +356,32 @@ class DriverCore:
         self._futures.clear()
 
 
+class TokenStream:
+    """What a request has produced so far, for one reader."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Produced] = []
+        self._changed = asyncio.Event()
+        self._is_over = False
+
+    def put(self, produced: Produced) -> None:
+        """One token more."""
+        self._tokens.append(produced)
+        self._changed.set()
+
+    def close(self) -> None:
+        """No more come."""
+        self._is_over = True
+        self._changed.set()
+
+    async def after(self, known: int) -> tuple[Produced, ...]:
+        """What follows the first `known` tokens, once there is something; empty at the end."""
+        while len(self._tokens) <= known and not self._is_over:
+            self._changed.clear()
+            await self._changed.wait()
+        return tuple(self._tokens[known:])
+
+
 async def _run_job(job: Callable[[], Awaitable[NoReturn]]) -> None:
     await job()
 
@@ -348,6 +392,9 @@ def driver_options(config: EngineConfig) -> DriverOptions:
         ring_depth=config.ring_waves,
         wave_tokens_max=config.max_num_batched_tokens,
         wave_tokens_min=config.wave_tokens_min,
+        planner=config.planner,
+        pipeline_fill=config.pipeline_fill,
+        progress_deadline_s=config.progress_deadline_ms / 1000.0,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         max_num_queued_reqs=config.max_num_queued_reqs,
@@ -359,7 +406,7 @@ def driver_options(config: EngineConfig) -> DriverOptions:
     )
 
 
-def build_arrival(request: PrefillRequest) -> Arrival:
+def build_arrival(request: PrefillRequest, *, stream: bool = False) -> Arrival:
     """The request as the control takes it.
 
     Raises:
@@ -383,4 +430,7 @@ def build_arrival(request: PrefillRequest) -> Arrival:
             prompt_logprobs=request.prompt_logprobs,
         ),
         namespace=request.cache_salt,
+        stop_token_ids=frozenset(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        stream=stream,
     )

@@ -26,7 +26,7 @@ from wavepp.control.driver import DriverControl
 from wavepp.control.work import StageFacts
 from wavepp.errors import EngineDeadError
 from wavepp.protocol.messages import RoundMessage, RoundReply, WaveSchedule
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, StageStats
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced, StageStats
 
 logger = logging.getLogger(__name__)
 
@@ -170,9 +170,13 @@ class LocalPipeline:
             raise
         return facts
 
-    async def submit(self, request: PrefillRequest) -> PrefillResult:
+    async def submit(self, request: PrefillRequest, *, stream: bool = False) -> PrefillResult:
         """As EngineBackend.submit."""
-        return await self._running().submit(request)
+        return await self._running().submit(request, stream=stream)
+
+    async def more(self, request_id: str, known: int) -> tuple[Produced, ...]:
+        """As EngineBackend.more."""
+        return await self._running().more(request_id, known)
 
     async def abort(self, request_id: str) -> bool:
         """As EngineBackend.abort."""

@@ -15,18 +15,33 @@ from wavepp.cache.types import Effect
 from wavepp.config import EngineConfig
 from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts, StageWork
 from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSchedule
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, StageStats
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced, StageStats
 from wavepp.units import RequestId, StageIndex, WaveNumber
 
 Carry = Mapping[str, Any]  # name -> tensor, as the model's spec declares at this boundary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTimes:
+    """What a device did with one wave, in seconds on its node's monotonic clock: copies from
+    `from_s`, computes from `computing_s` to `done_s`, is held by its sending until `sent_s`."""
+
+    from_s: float
+    computing_s: float
+    done_s: float
+    sent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """What one stage made of one wave: a carry, or on the last stage the spans' outputs."""
+    """What one stage made of one wave: a carry, or on the last stage the spans' outputs.
+
+    `device`: when that was, if the executor knows better than who called it.
+    """
 
     carry: Carry | None = None
     outputs: tuple[SpanOutput, ...] = ()
+    device: DeviceTimes | None = None
 
 
 class StageExecutor(Protocol):
@@ -67,10 +82,14 @@ class StageReport:
     """What a stage says of one wave beside its result: how far it has applied the log, and when it
     did what, in seconds on its node's monotonic clock.
 
-        previous wave done .. prepare_from_s   no wave
+        previous wave sent .. prepare_from_s   no wave
         prepare_from_s .. prepared_s           materialize
         prepared_s .. forward_from_s           waiting for the activation
         forward_from_s .. done_s               busy
+        done_s .. next wave                    sending, where it holds the stage
+
+    Where the executor knows the device's times, the last two are the device's, which may not wait
+    for what comes before them here.
     """
 
     ack: StageAck
@@ -83,6 +102,11 @@ class StageReport:
     def stage(self) -> StageIndex:
         """Whose report."""
         return self.ack.stage
+
+    @property
+    def busy_s(self) -> float:
+        """How long the stage computed the wave."""
+        return self.done_s - self.forward_from_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,14 +184,22 @@ class EngineBackend(Protocol):
         """
         ...
 
-    async def submit(self, request: PrefillRequest) -> PrefillResult:
+    async def submit(self, request: PrefillRequest, *, stream: bool = False) -> PrefillResult:
         """Runs one request to its end. Cancelling the awaiting task aborts it.
 
+        Args:
+            stream: keep what it produces for `more`.
+
         Raises:
-            RequestError: refused on arrival (S11); nothing was queued.
+            RequestError: refused on arrival; nothing was queued.
             QueueFullError: the queue limits are reached.
             EngineDeadError: the pipeline stopped for good.
         """
+        ...
+
+    async def more(self, request_id: str, known: int) -> tuple[Produced, ...]:
+        """Waits until a streamed request has produced more than `known` tokens; returns what
+        follows those. Empty: the request has ended, and its submit says how."""
         ...
 
     async def abort(self, request_id: str) -> bool:

@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from wavepp.actors.ports import Parcel, StageExecutor, StageOutput, StageReport
+from wavepp.actors.ports import DeviceTimes, Parcel, StageExecutor, StageOutput, StageReport
 from wavepp.config import EngineConfig
 from wavepp.control.options import CacheOptions, cache_config
 from wavepp.control.stage import PreparedWave, StageControl
@@ -68,13 +68,36 @@ class TreeLock:
 
 @dataclass(slots=True)
 class LoopTimes:
-    """Seconds of the LOOP thread by what it was doing, since the start."""
+    """Seconds of the stage by what it was doing, from the start to the end of its latest wave."""
 
+    until_s: float
     busy_s: float = 0.0
     no_wave_s: float = 0.0
     activation_s: float = 0.0
     materialize_s: float = 0.0
+    sending_s: float = 0.0
     waves: int = 0
+
+    def add(self, prepare_from_s: float, prepared_s: float, device: DeviceTimes) -> None:
+        """Adds a wave: every moment since the latest one's end counts once.
+
+            until_s | no wave | materialize | activation | copies | busy | sending |
+
+        A device that was busy meanwhile did not wait for the preparing.
+        """
+        self.no_wave_s += self._spend(min(prepare_from_s, device.from_s))
+        self.materialize_s += self._spend(min(prepared_s, device.from_s))
+        self.activation_s += self._spend(device.from_s)
+        self.materialize_s += self._spend(device.computing_s)
+        self.busy_s += self._spend(device.done_s)
+        self.sending_s += self._spend(device.sent_s)
+        self.waves += 1
+
+    def _spend(self, at_s: float) -> float:
+        """The seconds until then; the next ones count from there."""
+        spent_s = max(at_s - self.until_s, 0.0)
+        self.until_s += spent_s
+        return spent_s
 
 
 class StageCore:
@@ -101,8 +124,7 @@ class StageCore:
         )
         self._violations = 0
         self._clock = clock
-        self._times = LoopTimes()
-        self._last_done_s = clock()
+        self._times = LoopTimes(until_s=clock())
         self._fatal: str | None = None
 
     # WAVE side
@@ -139,7 +161,9 @@ class StageCore:
                 "no_wave": times.no_wave_s,
                 "activation": times.activation_s,
                 "materialize": times.materialize_s,
+                "sending": times.sending_s,
             },
+            idle_s=max(self._clock() - times.until_s, 0.0),
             waves=times.waves,
             blocks_total=sum(group.units for group in groups),
             blocks_used=sum(group.units - group.free - group.reclaimable for group in groups),
@@ -156,6 +180,7 @@ class StageCore:
             lock_hold_max_s=self.tree_lock.hold_max_s,
             invariant_violations=self.control.violations,
             pid=os.getpid(),
+            cpu_s=time.process_time(),
         )
 
     async def stacks(self) -> str:
@@ -193,7 +218,7 @@ class StageCore:
             return Parcel(wave=before.wave, reports=before.reports, fatal=fatal)
         output, computed, failures = self._compute(prepared.wave, before, first=parcel is None)
         try:
-            report = self._finish(prepared, failures, from_s)
+            report = self._finish(prepared, failures, output.device or from_s)
         except (ProtocolError, AssertionError) as error:
             self._fatal = _describe(error)
             return Parcel(wave=before.wave, reports=before.reports, fatal=self._fatal)
@@ -245,26 +270,23 @@ class StageCore:
         )
 
     def _finish(
-        self, prepared: Prepared, failures: Collection[ErrorRecord], forward_from_s: float
+        self, prepared: Prepared, failures: Collection[ErrorRecord], since: DeviceTimes | float
     ) -> StageReport:
+        """Bookkeeping for a wave that is over; `since`: when its forward began, or the device's
+        own times."""
         assert prepared.wave is not None
         ack = self.control.finished(prepared.wave, failures)
+        now = self._clock()
+        device = since if isinstance(since, DeviceTimes) else _host_times(since, now)
         with self.tree_lock:
-            now = self._clock()
-            times = self._times
-            times.no_wave_s += prepared.from_s - self._last_done_s
-            times.materialize_s += prepared.done_s - prepared.from_s
-            times.activation_s += forward_from_s - prepared.done_s
-            times.busy_s += now - forward_from_s
-            times.waves += 1
-            self._last_done_s = now
+            self._times.add(prepared.from_s, prepared.done_s, device)
         self._report_violations()
         return StageReport(
             ack=ack,
             prepare_from_s=prepared.from_s,
             prepared_s=prepared.done_s,
-            forward_from_s=forward_from_s,
-            done_s=now,
+            forward_from_s=device.computing_s,
+            done_s=device.done_s,
         )
 
     def _lost(
@@ -287,6 +309,11 @@ class StageCore:
         if self.control.violations != self._violations:
             self._violations = self.control.violations
             logger.error("broken invariant: %s", self.control.violation)
+
+
+def _host_times(from_s: float, done_s: float) -> DeviceTimes:
+    """Of a device that is done when its host is."""
+    return DeviceTimes(from_s=from_s, computing_s=from_s, done_s=done_s, sent_s=done_s)
 
 
 def cache_options(config: EngineConfig) -> CacheOptions:

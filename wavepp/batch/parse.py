@@ -89,7 +89,7 @@ def parse_line(number: int, raw: bytes) -> Line:
     made = Line(number=number, line_id=line_id(number, raw))
     custom_id: str | None = None
     try:
-        fields = _read_json(raw)
+        fields = _read_line(raw)
         if isinstance(fields.get("custom_id"), str):
             custom_id = fields["custom_id"]
         question = _read_question(fields)
@@ -98,9 +98,18 @@ def parse_line(number: int, raw: bytes) -> Line:
     return Line(number=number, line_id=made.line_id, custom_id=custom_id, question=question)
 
 
-def _read_json(raw: bytes) -> dict[str, Any]:
+def _read_line(raw: bytes) -> dict[str, Any]:
     if len(raw) > LINE_BYTES_MAX:
         raise RequestError(f"the line is longer than {LINE_BYTES_MAX} bytes", code="line_too_long")
+    return read_json(raw)
+
+
+def read_json(raw: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        RequestError: it is none.
+    """
     try:
         loaded = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -118,14 +127,14 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _read_question(fields: Mapping[str, Any]) -> Question:
     if not {"body", "url", "method"} & fields.keys():
-        return _plain(read_body(PlainBody, fields, PlainBody))
+        return read_plain(fields)
     line = read_body(BatchLine, fields, BatchLine)
     if line.method != "POST":
         raise RequestError(f"method: {line.method!r} is not POST", param="method")
     if line.url == COMPLETIONS_URL:
-        return _completion(read_body(CompletionBody, line.body, CompletionBody))
+        return read_completion(line.body)
     if line.url == CHAT_URL:
-        return _chat(read_body(ChatBody, line.body, ChatBody))
+        return read_chat(line.body)
     known = (COMPLETIONS_URL, CHAT_URL)
     raise RequestError(
         f"url: {shown(line.url)} is not one of {', '.join(known)}{nearest(line.url, known)}",
@@ -133,7 +142,13 @@ def _read_question(fields: Mapping[str, Any]) -> Question:
     )
 
 
-def _plain(body: PlainBody) -> Question:
+def read_plain(fields: Mapping[str, Any]) -> Question:
+    """What a plain line asks.
+
+    Raises:
+        RequestError: a field is unknown, unsupported or wrong.
+    """
+    body = read_body(PlainBody, fields, PlainBody)
     if (body.prompt is None) == (body.prompt_token_ids is None):
         raise RequestError("give one of prompt and prompt_token_ids", param="prompt")
     if body.prompt is None:
@@ -145,7 +160,13 @@ def _plain(body: PlainBody) -> Question:
     return _of_prompts(body, prompts, return_token_ids=body.return_token_ids is not False)
 
 
-def _completion(body: CompletionBody) -> Question:
+def read_completion(fields: Mapping[str, Any]) -> Question:
+    """What the body of a completion request asks.
+
+    Raises:
+        RequestError: a field is unknown, unsupported or wrong.
+    """
+    body = read_body(CompletionBody, fields, CompletionBody)
     return _of_prompts(body, _prompts(body.prompt), return_token_ids=body.return_token_ids is True)
 
 
@@ -165,7 +186,13 @@ def _of_prompts(
     )
 
 
-def _chat(body: ChatBody) -> Question:
+def read_chat(fields: Mapping[str, Any]) -> Question:
+    """What the body of a chat request asks.
+
+    Raises:
+        RequestError: a field is unknown, unsupported or wrong.
+    """
+    body = read_body(ChatBody, fields, ChatBody)
     messages = [_message(number, message) for number, message in enumerate(body.messages)]
     options = body.options()
     return Question(

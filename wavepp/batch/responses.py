@@ -22,6 +22,7 @@ from wavepp.requests import PrefillRequest, PrefillResult
 from wavepp.tokenizer import Tokenizer
 
 BAD_REQUEST, NOT_FOUND, CLOSED, FAILED, BUSY = 400, 404, 499, 500, 503
+SERVER_CODES = ("error", "abort", "queue_full", "engine_dead", "internal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,28 +44,46 @@ class Naming:
 
 def answer_line(line: Line, answer: Answer, naming: Naming, tokenizer: Tokenizer | None) -> bytes:
     """The output line of a question that was answered, or that failed while it ran."""
-    failed = next((r for r in answer.results if r.finish_reason in ("error", "abort")), None)
-    if failed is not None:
-        message = failed.error or f"the request ended with {failed.finish_reason!r}"
-        status = FAILED if failed.finish_reason == "error" else CLOSED
-        return _record(line, status, error_body(message, code=failed.finish_reason))
+    failure = failure_of(answer.results)
+    if failure is not None:
+        return _record(line, *failure)
+    return _record(line, 200, answer_body(line.line_id, answer, naming, tokenizer))
+
+
+def answer_body(
+    answer_id: str, answer: Answer, naming: Naming, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """The response object of a question that was answered."""
     body = _chat_body if answer.question.chat is not None else _completion_body
-    return _record(line, 200, body(line, answer, naming, tokenizer))
+    return body(answer_id, answer, naming, tokenizer)
+
+
+def failure_of(results: Sequence[PrefillResult]) -> tuple[int, dict[str, Any]] | None:
+    """Status and error object when a request failed while it ran, or was aborted."""
+    failed = next((r for r in results if r.finish_reason in ("error", "abort")), None)
+    if failed is None:
+        return None
+    message = failed.error or f"the request ended with {failed.finish_reason!r}"
+    status = FAILED if failed.finish_reason == "error" else CLOSED
+    return status, error_body(message, code=failed.finish_reason)
 
 
 def error_line(line: Line, error: RequestError) -> bytes:
     """The output line of a question that can't be served."""
-    status = BAD_REQUEST
+    body = error_body(error.message, code=error.code, param=error.param)
+    return _record(line, status_of(error), body)
+
+
+def status_of(error: RequestError) -> int:
+    """The HTTP status of a refusal."""
     if error.code == "model_not_found":
-        status = NOT_FOUND
-    elif isinstance(error, QueueFullError):
-        status = BUSY
-    return _record(line, status, error_body(error.message, code=error.code, param=error.param))
+        return NOT_FOUND
+    return BUSY if isinstance(error, QueueFullError) else BAD_REQUEST
 
 
 def error_body(message: str, *, code: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
-    kind = "server_error" if code in ("error", "abort") else "invalid_request_error"
+    kind = "server_error" if code in SERVER_CODES else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -89,16 +108,16 @@ def _record(line: Line, status: int, body: dict[str, Any]) -> bytes:
 
 
 def _completion_body(
-    line: Line, answer: Answer, naming: Naming, tokenizer: Tokenizer | None
+    answer_id: str, answer: Answer, naming: Naming, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     choices = [_completion_choice(index, answer, tokenizer) for index in range(len(answer.results))]
     return {
-        "id": f"cmpl-{line.line_id}",
+        "id": f"cmpl-{answer_id}",
         "object": "text_completion",
         "created": naming.created,
         "model": naming.model,
         "choices": choices,
-        "usage": _usage(answer.results),
+        "usage": usage(answer.results),
     }
 
 
@@ -109,7 +128,7 @@ def _completion_choice(index: int, answer: Answer, tokenizer: Tokenizer | None) 
     names = token_naming(question, tokenizer)
     choice: dict[str, Any] = {
         "index": index,
-        "text": "" if tokenizer is None else tokenizer.decode(shown_ids),
+        "text": _text(result, tokenizer, prompt_ids if question.echo else ()),
         "logprobs": None,
         "finish_reason": result.finish_reason,
     }
@@ -131,40 +150,53 @@ def _vllm_fields(
         fields["prompt_logprobs"] = prompt_logprobs(positions, question.prompt_logprobs, names)
     if question.return_token_ids or tokenizer is None:
         fields["token_ids"] = list(result.token_ids)
+    if result.stop_reason is not None:
+        fields["stop_reason"] = result.stop_reason
     return fields
 
 
+def _text(
+    result: PrefillResult, tokenizer: Tokenizer | None, prompt_ids: Sequence[int] = ()
+) -> str:
+    """The answer's text, behind that of the prompt when it is to be repeated."""
+    if tokenizer is None:
+        return ""
+    if result.text is None:
+        return tokenizer.decode((*prompt_ids, *result.token_ids))
+    return (tokenizer.decode(prompt_ids) if prompt_ids else "") + result.text
+
+
 def _chat_body(
-    line: Line, answer: Answer, naming: Naming, tokenizer: Tokenizer | None
+    answer_id: str, answer: Answer, naming: Naming, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     assert tokenizer is not None, "a chat was tokenised"
     result, names = answer.results[0], token_naming(answer.question, tokenizer)
     fields = _vllm_fields(0, answer, names, tokenizer)
     body: dict[str, Any] = {
-        "id": f"chatcmpl-{line.line_id}",
+        "id": f"chatcmpl-{answer_id}",
         "object": "chat.completion",
         "created": naming.created,
         "model": naming.model,
     }
     choice: dict[str, Any] = {
         "index": 0,
-        "message": {"role": "assistant", "content": tokenizer.decode(result.token_ids)},
+        "message": {"role": "assistant", "content": _text(result, tokenizer)},
         "logprobs": None,
         "finish_reason": result.finish_reason,
     }
     if answer.question.logprobs is not None:
         positions = result.logprobs or ()
         choice["logprobs"] = chat_logprobs(positions, answer.question.logprobs, names)
-    if "token_ids" in fields:
-        choice["token_ids"] = fields["token_ids"]
+    choice |= {name: fields[name] for name in ("token_ids", "stop_reason") if name in fields}
     body["choices"] = [choice]
-    body["usage"] = _usage(answer.results)
+    body["usage"] = usage(answer.results)
     if "prompt_logprobs" in fields:
         body["prompt_logprobs"] = fields["prompt_logprobs"]
     return body
 
 
-def _usage(results: Sequence[PrefillResult]) -> dict[str, Any]:
+def usage(results: Sequence[PrefillResult]) -> dict[str, Any]:
+    """OpenAI's usage object of an answer's results together."""
     prompt = sum(result.num_prompt_tokens for result in results)
     produced = sum(len(result.token_ids) for result in results)
     return {

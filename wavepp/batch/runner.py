@@ -17,6 +17,7 @@ from typing import Protocol
 
 import xxhash
 
+from wavepp.batch.asking import build_requests, check_model
 from wavepp.batch.files import (
     PIPE,
     Kept,
@@ -29,9 +30,9 @@ from wavepp.batch.files import (
 from wavepp.batch.parse import Line, Question, parse_line
 from wavepp.batch.responses import Answer, Naming, answer_line, error_line
 from wavepp.config import EngineConfig
-from wavepp.engine import Engine, Prompt
+from wavepp.engine import Engine
 from wavepp.errors import ConfigError, RequestError
-from wavepp.requests import EngineStats, PrefillRequest
+from wavepp.requests import EngineStats
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,7 +190,7 @@ class BatchRun:
         """One line's answer; what is wrong with it, or with its run, becomes an error record."""
         try:
             question = self._accept(line)
-            requests = await _requests(engine, line, question)
+            requests = await build_requests(engine, question, line.line_id)
             results = await engine.submit_all(requests)
         except RequestError as error:
             self.tally.errors += 1
@@ -214,16 +215,7 @@ class BatchRun:
         if line.error is not None:
             raise line.error
         assert line.question is not None
-        asked, config = line.question.model, self.config
-        names = {config.model_name, config.model, Path(config.model).name}
-        if config.served_model_name is not None:
-            names = {config.served_model_name}
-        if asked is not None and asked not in names:
-            raise RequestError(
-                f"model {asked!r} is not served here; {config.model_name!r} is",
-                code="model_not_found",
-                param="model",
-            )
+        check_model(line.question.model, self.config)
         return line.question
 
     def _note_seen(self, number: int, raw: bytes) -> None:
@@ -243,21 +235,6 @@ def _check_trace(trace: str, reader: LineReader, target: str) -> None:
         raise ConfigError(f"trace {trace}: is the input file")
     if target != PIPE and Path(trace).resolve() == Path(target).resolve():
         raise ConfigError(f"trace {trace}: is the output file")
-
-
-async def _requests(engine: Engine, line: Line, question: Question) -> list[PrefillRequest]:
-    """One checked request a prompt; none is submitted yet, so one bad prompt stops the line."""
-    if question.chat is not None:
-        tokens = await engine.tokenize_chat(question.chat.messages, question.chat.template_options)
-        return [await engine.request(tokens, request_id=line.line_id, **question.options)]
-    requests = []
-    for place, prompt in enumerate(question.prompts):
-        given: Prompt = prompt
-        if isinstance(prompt, str):
-            given = await engine.tokenize(prompt, add_special_tokens=question.add_special_tokens)
-        request_id = f"{line.line_id}-{place}"
-        requests.append(await engine.request(given, request_id=request_id, **question.options))
-    return requests
 
 
 async def _next_of(

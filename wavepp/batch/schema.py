@@ -22,8 +22,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "stream": (False,),
     "stream_options": (),
-    "stop": ("", []),
-    "stop_token_ids": ([],),
     "suffix": ("",),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -37,8 +35,22 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
+    "priority": (0,),
+    "kv_transfer_params": (),
 }
 """Field -> values that change nothing (null always does)."""
+
+ENGINE_OPTIONS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "cache_salt",
+    "prompt_logprobs",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+)
 
 
 class CommonBody(BaseModel):
@@ -54,13 +66,17 @@ class CommonBody(BaseModel):
     user: str | None = None
     cache_salt: str | None = None
     prompt_logprobs: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
     def options(self) -> PrefillOptions:
         """The fields the engine acts on; what was not given is left to its defaults."""
-        names = ("max_tokens", "temperature", "top_p", "seed", "cache_salt", "prompt_logprobs")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in ENGINE_OPTIONS}
+        if not self.stop:
+            given["stop"] = None
         return cast(PrefillOptions, {name: v for name, v in given.items() if v is not None})
 
 

@@ -2,8 +2,8 @@
 
 Owns the pools, the tree, the hint index and every lease, escrow and sequence of the stage.
 Synchronous, no clock, no thread: one caller at a time (the caller holds the stage's tree mutex),
-except `hint` and `hint_version`, which touch the sharded hint index only. Paper, section on
-admission.
+except `hint`, `settle` and `hint_version`, which touch the sharded hint index only. Paper, section
+on admission.
 
     announce    hint             owns nothing
     admit       claim            lease, prepare and, if the lease kept the limit, commit
@@ -93,10 +93,17 @@ class StageCache:
 
         Needs no tree mutex. The version is read first, so a change meanwhile shows as stale.
         """
+        self.settle()
         version = self._parts.hints.version
         if not self.config.enable_prefix_caching:
             return HintVote(reuse=ReuseVote(attention=0), version=version)
         return HintVote(reuse=self._parts.hints.look_up(prompt), version=version)
+
+    def settle(self) -> None:
+        """Lets the hint index follow what was evicted. Needs no tree mutex: call it after a hold
+        that may have evicted much; `hint` does too.
+        """
+        self._parts.hints.settle()
 
     @property
     def hint_version(self) -> int:

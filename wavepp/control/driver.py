@@ -27,19 +27,20 @@ from wavepp.control.facts import (
     LaunchWave,
     RoundAnswered,
     SendRound,
+    TellProduced,
     TimerFired,
     WaveCompleted,
 )
 from wavepp.control.limits import Limits, build_limits, refusal
 from wavepp.control.log import DecisionLog
 from wavepp.control.options import DriverOptions
+from wavepp.control.planning import WavePlanning
 from wavepp.control.rounds import Rounds, make_record
 from wavepp.control.states import RequestState
 from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts
 from wavepp.errors import QueueFullError, RequestError
+from wavepp.planner.demand import Demand
 from wavepp.planner.packing import Cut
-from wavepp.planner.planner import GreedyPlanner
-from wavepp.planner.ring import Ring
 from wavepp.protocol.books import LeaderOptions
 from wavepp.protocol.facts import (
     AttemptFailed,
@@ -58,7 +59,7 @@ from wavepp.protocol.facts import (
 from wavepp.protocol.leader import LeaderMachine
 from wavepp.protocol.messages import Admit, Decision, SpanPlan, StageAck, WaveSchedule
 from wavepp.protocol.states import ADMITTED
-from wavepp.requests import FinishReason
+from wavepp.requests import FinishReason, Produced
 from wavepp.units import LogNumber, RequestId, WaveNumber
 
 FAILURES_MAX = 3
@@ -84,7 +85,8 @@ class DriverControl:
         hash_bytes: of block keys; a test may hand in a bad one.
 
     Raises:
-        ConfigError: the stages disagree on what must be equal.
+        ConfigError: the stages disagree on what must be equal, or wave sizes do not fit their
+            blocks.
     """
 
     def __init__(
@@ -100,14 +102,11 @@ class DriverControl:
         self.options = options
         self.log = DecisionLog(len(facts))
         self.rounds = Rounds(self.log, num_stages=len(facts), epoch=options.epoch)
-        self.ring: Ring[WaveSchedule] = Ring(options.ring_depth)
+        self.waves = WavePlanning(options, block_size=self.limits.block_size, num_stages=len(facts))
+        self.ring = self.waves.ring
         self.leader = LeaderMachine(_leader_options(options, self.limits, len(facts)))
-        self.planner = GreedyPlanner(
-            wave_tokens_max=options.wave_tokens_max, block_size=self.limits.block_size
-        )
         self.counters = Counters()
         self.progress_s = 0.0  # when something last came back, or the first of it went out
-        self._work_wanted = len(facts) * (options.wave_tokens_min or options.wave_tokens_max)
         self._hash_bytes = hash_bytes
         self._live: dict[str, RequestState] = {}  # by the user's id
         self._by_id: dict[RequestId, RequestState] = {}
@@ -126,7 +125,10 @@ class DriverControl:
     @property
     def next_timer(self) -> float | None:
         """When to say TimerFired if nothing else happens before; None: no need to."""
-        return None if self.rounds.is_out else self.leader.next_timer()
+        timers = [self.waves.wait_until]
+        if not self.rounds.is_out:
+            timers.append(self.leader.next_timer())
+        return min((timer for timer in timers if timer is not None), default=None)
 
     def lease_times(self) -> list[float]:
         """When each lease that is not materialised everywhere was asked for."""
@@ -158,6 +160,7 @@ class DriverControl:
         match fact:
             case Arrived(arrival=arrival):
                 self._arrived(arrival, now)
+                self.waves.next_turn()
             case AbortRequested(user_id=user_id):
                 state = self._live.get(user_id)
                 if state is not None:
@@ -318,7 +321,7 @@ class DriverControl:
     # -- waves that came back ----------------------------------------------------------------------
 
     def _completed(self, fact: WaveCompleted, now: float) -> list[Effect]:
-        schedule = self.ring.complete(fact.wave)
+        schedule = self.waves.complete(fact.wave, fact.stage_seconds, failed=bool(fact.errors))
         for ack in fact.acks:
             self.log.acknowledge(ack)
             self._counted(ack, now)
@@ -356,17 +359,23 @@ class DriverControl:
             state.prompt_logprobs.extend(output.prompt_logprobs)
         if not span.final:
             return []
-        if state.wants_tokens:
-            assert output is not None, span
-            assert output.token_id is not None, span
-            state.produced.append(output.token_id)
-            if output.logprobs is not None:
-                state.logprobs.append(output.logprobs)
-            if output.token_id in self.limits.eos_token_ids:
-                return [self._end(state, "stop", now=now)]
-        if state.wants_tokens:
+        if not state.wants_tokens:
+            return [self._end(state, "length", now=now)]
+        assert output is not None, span
+        assert output.token_id is not None, span
+        state.produced.append(output.token_id)
+        if state.first_token_s is None:
+            state.first_token_s = now
+        if output.logprobs is not None:
+            state.logprobs.append(output.logprobs)
+        if state.arrival.is_end(output.token_id, self.limits.eos_token_ids):
+            return [self._end(state, "stop", now=now)]
+        if not state.wants_tokens:
+            return [self._end(state, "length", now=now)]
+        if not state.arrival.stream:
             return []
-        return [self._end(state, "length", now=now)]
+        produced = Produced(token_id=output.token_id, logprobs=output.logprobs)
+        return [TellProduced(user_id=state.arrival.user_id, produced=produced)]
 
     def _failed(self, state: RequestState, record: ErrorRecord, now: float) -> list[Effect]:
         state.restart()
@@ -379,31 +388,42 @@ class DriverControl:
 
     def _turn(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while self.ring.has_room and (schedule := self._plan(now)) is not None:
-            effects.append(LaunchWave(schedule=schedule))
+        self.waves.wait_until = None
+        while self.ring.has_room and (launch := self._plan(now)) is not None:
+            effects.append(launch)
         if not self.rounds.is_out and (order := self._round(now)) is not None:
             effects.append(order)
         return effects
 
-    def _plan(self, now: float) -> WaveSchedule | None:
-        pieces = []
-        for record in self.leader.admitted:
-            piece = self._by_id[record.request_id].piece(record.run.planned)
-            if piece is not None:
-                pieces.append(piece)
-        cuts = self.planner.plan(pieces, now=now)
-        if not cuts:
+    def _demand(self) -> Demand:
+        """What admitted requests have left to plan, first come first served, and what of them is
+        under way."""
+        left = (
+            self._by_id[record.request_id].piece(record.run.planned)
+            for record in self.leader.admitted
+        )
+        return self.waves.demand(
+            (piece for piece in left if piece is not None),
+            self._is_live,
+            in_admission=self.leader.in_admission,
+        )
+
+    def _plan(self, now: float) -> LaunchWave | None:
+        """The next wave. Every span of a plan is accepted: an admitted request has its lane and
+        its capacity."""
+        plan = self.waves.plan(self._demand(), now=now)
+        if not plan.cuts:
             return None
         number = self.ring.next_number
         schedule = WaveSchedule(
             epoch=self.options.epoch,
             wave=number,
-            spans=tuple(self._span(cut, number, now) for cut in cuts),
+            spans=tuple(self._span(cut, number, now) for cut in plan.cuts),
             apply_to=self.log.last,
             entries=self.log.unacked(),
         )
-        self.ring.launch(number, schedule)
-        return schedule
+        self.waves.launch(schedule, plan.cuts, now=now)
+        return LaunchWave(schedule=schedule, budget=plan.budget)
 
     def _span(self, cut: Cut, number: WaveNumber, now: float) -> SpanPlan:
         state, record = self._by_id[cut.request_id], self.leader.record(cut.request_id)
@@ -430,7 +450,7 @@ class DriverControl:
         somebody_waits = not len(self.ring) or self.leader.num_waiting > 0
         plan = self.leader.next_round(
             now=now,
-            work_wanted=max(self._work_wanted - self._work(), 0),
+            work_wanted=self.waves.work_wanted(self._demand()),
             flush=somebody_waits and bool(self.log.unacked()),
         )
         if plan is None:
@@ -442,13 +462,6 @@ class DriverControl:
             for announce in plan.announce
         ]
         return SendRound(messages=self.rounds.send(prompts, plan.ask))
-
-    def _work(self) -> int:
-        """W: tokens of admitted requests that did not come back yet."""
-        return sum(
-            self._by_id[record.request_id].known - record.run.computed
-            for record in self.leader.admitted
-        )
 
 
 def _leader_options(options: DriverOptions, limits: Limits, num_stages: int) -> LeaderOptions:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from wavepp.control.work import ErrorRecord, Sampling, SpanOutput
 from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSchedule
-from wavepp.requests import PrefillResult
+from wavepp.requests import PrefillResult, Produced
 from wavepp.units import WaveNumber
 
 Int64Array = npt.NDArray[np.int64]
@@ -24,6 +24,8 @@ class Arrival:
     Attributes:
         user_id: unique among live requests; the name the user knows.
         token_ids: int64 [n]; wide enough to hold what is to be refused.
+        stop_token_ids: end the answer, besides the model's own unless `ignore_eos`.
+        stream: tell each token as it is produced.
     """
 
     user_id: str
@@ -31,6 +33,14 @@ class Arrival:
     max_tokens: int
     sampling: Sampling
     namespace: str = ""
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    stream: bool = False
+
+    def is_end(self, token_id: int, eos_token_ids: frozenset[int]) -> bool:
+        """The answer ends with this token."""
+        is_eos = token_id in eos_token_ids and not self.ignore_eos
+        return is_eos or token_id in self.stop_token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +72,14 @@ class WaveCompleted:
         outputs: of the last stage, for the spans that did not fail.
         errors: one record per span that some stage could not run.
         acks: one per stage, as of the end of this wave there.
+        stage_seconds: how long each stage computed it, first stage first; empty: nobody knows.
     """
 
     wave: WaveNumber
     outputs: tuple[SpanOutput, ...]
     errors: tuple[ErrorRecord, ...]
     acks: tuple[StageAck, ...]
+    stage_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +99,21 @@ class SendRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWave:
-    """Put the wave into the data plane, in the order of effects; answer with WaveCompleted."""
+    """Put the wave into the data plane, in the order of effects; answer with WaveCompleted.
+
+    `budget`: tokens the planner allowed it, for whoever looks on.
+    """
 
     schedule: WaveSchedule
+    budget: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellProduced:
+    """Give a caller that streams one token; more will follow."""
+
+    user_id: str
+    produced: Produced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,4 +124,4 @@ class Finish:
     result: PrefillResult
 
 
-Effect = SendRound | LaunchWave | Finish
+Effect = SendRound | LaunchWave | TellProduced | Finish

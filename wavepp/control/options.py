@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from wavepp.cache.types import CacheConfig, GroupSpec
 from wavepp.control.work import StageFacts
+from wavepp.planner.factory import PROGRESS_DEADLINE_S, PlannerName
 from wavepp.protocol.agreement import Agreement
 
 
@@ -17,7 +18,7 @@ class DriverOptions:
     """The configuration as numbers; names as in EngineConfig.
 
     Attributes:
-        ring_depth: R. wave_tokens_max: M. wave_tokens_min: b_min; None: M.
+        ring_depth: R. wave_tokens_max: M. wave_tokens_min: b_min; None: M. pipeline_fill: F.
         headroom_tokens: 2PM, what admission leaves free on every stage.
     """
 
@@ -25,6 +26,9 @@ class DriverOptions:
     wave_tokens_max: int
     max_num_seqs: int
     wave_tokens_min: int | None = None
+    planner: PlannerName = "mpu"
+    pipeline_fill: int = 2
+    progress_deadline_s: float = PROGRESS_DEADLINE_S
     max_model_len: int | None = None
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None

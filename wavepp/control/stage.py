@@ -170,6 +170,7 @@ class StageControl:
                     continue
                 junctions = self.machine.junctions(span.request_id)
                 work, copies = self.sequences.extend(sequence, span, junctions=junctions)
+            self.cache.settle()
             works.append(work)
             effects.extend(copies)
             if sequence.failure is not None:
@@ -228,6 +229,7 @@ class StageControl:
         with self._lock:
             self.cache.reset()
             groups = self.cache.stats().groups
+        self.cache.settle()
         return not any(group.cached or group.host_cached for group in groups)
 
     def check(self) -> None:

@@ -27,7 +27,8 @@ class RequestState:
         request_id: the name inside the pipeline; never used twice, unlike the user's.
         prompt: tokens and block keys, made once.
         failures: failed waves it was in.
-        prompt_logprobs: scores of prompt tokens 1, 2, ... gathered so far.
+        produced: stays when an attempt fails: the caller may have been told of it.
+        prompt_logprobs: scores of tokens 1, 2, ... gathered so far.
     """
 
     request_id: RequestId
@@ -41,6 +42,7 @@ class RequestState:
     hint_s: float | None = None
     admitted_s: float | None = None
     first_wave_s: float | None = None
+    first_token_s: float | None = None
 
     @property
     def known(self) -> int:
@@ -70,10 +72,9 @@ class RequestState:
         return tuple(self.produced[max(start - count, 0) : max(start + length - count, 0)])
 
     def restart(self) -> None:
-        """A new attempt: nothing computed so far counts."""
+        """A new attempt: what was computed so far is computed again, with the tokens produced so
+        far behind the prompt."""
         self.failures += 1
-        self.produced.clear()
-        self.logprobs.clear()
         self.prompt_logprobs.clear()
 
     def result(
@@ -93,11 +94,12 @@ class RequestState:
                 hint_s=self.hint_s,
                 admitted_s=self.admitted_s,
                 first_wave_s=self.first_wave_s,
+                first_token_s=self.first_token_s,
                 done_s=now,
             ),
             logprobs=tuple(self.logprobs) if served and sampling.logprobs is not None else None,
             prompt_logprobs=(
-                (None, *self.prompt_logprobs)
+                (None, *self.prompt_logprobs[: self.prompt.num_tokens - 1])
                 if served and sampling.prompt_logprobs is not None
                 else None
             ),

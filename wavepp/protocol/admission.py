@@ -84,6 +84,11 @@ class AdmissionGate:
         """Nothing is held by anyone."""
         return not self._holders and not self._draining
 
+    @property
+    def lanes_free(self) -> int:
+        """Requests that could claim now, were there no other limits."""
+        return self.lanes_max - len(self._holders) - len(self._draining)
+
     def take(self, record: Record) -> None:
         """The request starts to claim."""
         assert record.request_id not in self._holders, record.request_id
@@ -105,7 +110,7 @@ class AdmissionGate:
 
     def admits(self, record: Record) -> bool:
         """Whether the limits let this request claim now, were it the next one."""
-        if len(self._holders) + len(self._draining) >= self.lanes_max:
+        if self.lanes_free <= 0:
             return False
         others = self._holders.values()
         if any(other.claim.oversized and other.phase in UNDECIDED for other in others):

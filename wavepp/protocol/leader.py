@@ -79,6 +79,19 @@ class LeaderMachine:
         """Prompt tokens of those."""
         return self.books.waiting.tokens
 
+    @property
+    def in_admission(self) -> int:
+        """Requests that may join a wave soon: stages vote on them, or hints are on the way and
+        there is a lane. Those behind a head that waits for capacity only wait."""
+        gate = self.books.gate
+        voting = sum(record.phase in UNDECIDED for record in gate.holders)
+        coming, lanes = 0, gate.lanes_free
+        for record in self.books.near() if lanes > 0 else ():
+            if coming == lanes or record.phase is Phase.WAITING:
+                break
+            coming += record.phase is not Phase.DEFERRED
+        return voting + coming
+
     def next_timer(self) -> float | None:
         """When the earliest deferral ends by itself; a round may be due then."""
         deferred = [

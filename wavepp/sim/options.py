@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from wavepp.cache.types import GroupSpec
+from wavepp.planner.factory import PROGRESS_DEADLINE_S, PlannerName
 from wavepp.protocol.agreement import Agreement
 from wavepp.protocol.states import Phase
 
@@ -74,6 +75,9 @@ class WorldOptions:
     ring_depth: int = 4
     wave_tokens_max: int = 16
     wave_tokens_min: int | None = None
+    planner: PlannerName = "mpu"
+    pipeline_fill: int = 2
+    progress_deadline_s: float = PROGRESS_DEADLINE_S
     max_num_seqs: int = 4
     headroom_tokens: int = 0
     agreement: Agreement = "set"

@@ -39,13 +39,14 @@ class Parcel:
 
     Attributes:
         errors: of all stages so far, the first word on a request counts.
-        acks: one a stage so far.
+        acks, seconds: one a stage so far.
     """
 
     wave: WaveNumber
     errors: tuple[ErrorRecord, ...] = ()
     outputs: tuple[SpanOutput, ...] = ()
     acks: tuple[StageAck, ...] = ()
+    seconds: tuple[float, ...] = ()
 
 
 class HoldLock:
@@ -145,6 +146,7 @@ class SimStage:
         self._parcels: deque[Parcel] = deque()
         self._prepared: PreparedWave | None = None
         self._computing = False
+        self._computing_from_s = 0.0
         self._wave_runs = False  # the WAVE thread is in the middle of something
         self._loop_runs = False
 
@@ -216,6 +218,7 @@ class SimStage:
             return
         assert self._prepared is not None
         self._computing = True
+        self._computing_from_s = self.ports.clock.now
         tokens = self._prepared.schedule.num_tokens
         seconds = WAVE_SECONDS + self.options.seconds_per_token * tokens
         if self._happens(self.ports.faults().slow):
@@ -243,8 +246,15 @@ class SimStage:
         ack = self.control.finished(prepared, failures)
         self._loop_runs = False
         self._prepared, self._computing = None, False
+        took_s = self.ports.clock.now - self._computing_from_s
         self.ports.emit(
-            Parcel(wave=wave, errors=failures, outputs=outputs, acks=(*before.acks, ack))
+            Parcel(
+                wave=wave,
+                errors=failures,
+                outputs=outputs,
+                acks=(*before.acks, ack),
+                seconds=(*before.seconds, took_s),
+            )
         )
         self._kick()
 

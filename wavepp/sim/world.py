@@ -102,7 +102,7 @@ class World:
             self._driver_options(),
             hash_bytes=_weak if options.weak_keys else xxhash.xxh3_128_digest,
         )
-        self._arrived = 0
+        self.arrived = 0  # in this epoch
         self._replies: list[RoundReply] = []
         self._timer: float | None = None
         self.stages = [self._stage(index) for index in range(len(options.stages))]
@@ -174,6 +174,9 @@ class World:
             ring_depth=options.ring_depth,
             wave_tokens_max=options.wave_tokens_max,
             wave_tokens_min=options.wave_tokens_min,
+            planner=options.planner,
+            pipeline_fill=options.pipeline_fill,
+            progress_deadline_s=options.progress_deadline_s,
             max_num_seqs=options.max_num_seqs,
             headroom_tokens=options.headroom_tokens,
             agreement=options.agreement,
@@ -264,8 +267,8 @@ class World:
             self.refusals[job.name] = refused.code
             self._say("driver", "refuse", job.name, refused.code)
             return
-        self._arrived += 1
-        request_id = RequestId(f"{job.name}#{self._arrived}")
+        self.arrived += 1
+        request_id = RequestId(f"{job.name}#{self.arrived}")
         self.jobs[request_id] = job
         self.names[job.name] = request_id
         self.texts[request_id] = Text.of_job(job, self.options.block_size)
@@ -368,7 +371,11 @@ class World:
     def _completed(self, parcel: Parcel) -> None:
         self._progress_at = self.clock.events
         fact = WaveCompleted(
-            wave=parcel.wave, outputs=parcel.outputs, errors=parcel.errors, acks=parcel.acks
+            wave=parcel.wave,
+            outputs=parcel.outputs,
+            errors=parcel.errors,
+            acks=parcel.acks,
+            stage_seconds=parcel.seconds,
         )
         self._each("completed", fact)
         self._tell(fact)

@@ -24,14 +24,14 @@ from wavepp.config import EngineConfig
 from wavepp.control.driver import DriverControl
 from wavepp.control.work import StageFacts
 from wavepp.errors import EngineDeadError, WavePPError
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced
 
 CLOSE_S_MAX = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlacement:
-    """Where and how stage actors are started."""
+    """Where and how stage actors are started. `env`: what their processes lack; {}: nothing."""
 
     group: PlacementGroup
     num_cpus: float
@@ -93,12 +93,16 @@ class DriverActor:
         )
         return Started(facts=tuple(facts), semaphores=semaphores)
 
-    async def submit(self, request: PrefillRequest) -> PrefillResult | WavePPError:
+    async def submit(self, request: PrefillRequest, stream: bool) -> PrefillResult | WavePPError:
         """As EngineBackend.submit."""
         try:
-            return await self._running().submit(request)
+            return await self._running().submit(request, stream=stream)
         except WavePPError as error:
             return error
+
+    async def more(self, request_id: str, known: int) -> tuple[Produced, ...]:
+        """As EngineBackend.more."""
+        return await self._running().more(request_id, known)
 
     async def abort(self, request_id: str) -> bool:
         """As EngineBackend.abort."""
@@ -154,12 +158,17 @@ class DriverActor:
         return self._core
 
 
+def worker_environment(env: Mapping[str, str]) -> dict[str, Any] | None:
+    """The runtime_env that sets these variables; None where any worker will do."""
+    return {"env_vars": dict(env)} if env else None
+
+
 def _start_stage(index: int, placement: StagePlacement) -> StageHandle:
     return RemoteStageActor.options(
         num_cpus=placement.num_cpus,
         num_gpus=placement.num_gpus,
         max_restarts=0,
-        runtime_env={"env_vars": dict(placement.env)},
+        runtime_env=worker_environment(placement.env),
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             placement_group=placement.group, placement_group_bundle_index=index
         ),

@@ -23,13 +23,18 @@ from wavepp.actors.ray.cluster import (
     reserve,
     threads_per_stage,
 )
-from wavepp.actors.ray.driver_actor import RemoteDriverActor, StagePlacement, Started
+from wavepp.actors.ray.driver_actor import (
+    RemoteDriverActor,
+    StagePlacement,
+    Started,
+    worker_environment,
+)
 from wavepp.actors.ray.semaphores import unlink_semaphores
 from wavepp.actors.ray.stage_actor import factory_name
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import EngineDeadError, WavePPError
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced
 
 # isort: split
 import ray
@@ -65,14 +70,19 @@ class RayPipeline:
             await self.close()
             raise
 
-    async def submit(self, request: PrefillRequest) -> PrefillResult:
+    async def submit(self, request: PrefillRequest, *, stream: bool = False) -> PrefillResult:
         """As EngineBackend.submit."""
         driver = self._running()
         try:
-            return await _answer(driver.submit.remote(request))
+            return await _answer(driver.submit.remote(request, stream))
         except asyncio.CancelledError:
             driver.abort.remote(request.request_id)
             raise
+
+    async def more(self, request_id: str, known: int) -> tuple[Produced, ...]:
+        """As EngineBackend.more."""
+        more: tuple[Produced, ...] = await _answer(self._running().more.remote(request_id, known))
+        return more
 
     async def abort(self, request_id: str) -> bool:
         """As EngineBackend.abort."""
@@ -111,7 +121,8 @@ class RayPipeline:
 
     async def _join_cluster(self) -> None:
         """A start that is cancelled meanwhile still has a cluster to leave."""
-        joining = asyncio.ensure_future(asyncio.to_thread(Cluster.join_or_start))
+        env = worker_env(threads_per_stage(self._config))
+        joining = asyncio.ensure_future(asyncio.to_thread(Cluster.join_or_start, env))
         try:
             self._cluster = await asyncio.shield(joining)
         except asyncio.CancelledError:
@@ -119,20 +130,21 @@ class RayPipeline:
             raise
 
     async def _start_actors(self) -> tuple[StageFacts, ...]:
-        config = self._config
+        config, cluster = self._config, self._cluster
+        assert cluster is not None
         num_cpus = await asyncio.to_thread(cpus_per_stage, config)
         self._group = await reserve(config, num_cpus)
         placement = StagePlacement(
             group=self._group,
             num_cpus=num_cpus,
             num_gpus=1.0 if config.device == "cuda" else 0.0,
-            env=_worker_env(threads_per_stage(config)),
+            env={} if cluster.is_own else worker_env(threads_per_stage(config)),
         )
         self._driver = RemoteDriverActor.options(
             num_cpus=0,
             max_restarts=0,
             max_concurrency=CALLS_MAX,
-            runtime_env={"env_vars": _worker_env(1)},
+            runtime_env=worker_environment({} if cluster.is_own else worker_env(1)),
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=0
             ),
@@ -167,7 +179,7 @@ async def _answer(call: Awaitable[T | WavePPError]) -> T:
 
 def with_whole_paths(config: EngineConfig) -> EngineConfig:
     """The same configuration for processes that run in another folder."""
-    paths = {"model": config.model, "trace": config.trace}
+    paths = {"model": config.model, "trace": config.trace, "cost_model": config.cost_model}
     whole = {
         name: os.path.abspath(path)
         for name, path in paths.items()
@@ -176,7 +188,7 @@ def with_whole_paths(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update=whole)
 
 
-def _worker_env(threads: int) -> dict[str, str]:
+def worker_env(threads: int) -> dict[str, str]:
     """What worker processes need before they import anything: timeouts, threads, our modules."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     path = os.pathsep.join(entry for entry in sys.path if entry)

@@ -1,0 +1,137 @@
+"""Starting, replacing and stopping a server as operators do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from conftest import ENGINE, free_port
+
+from wavepp import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from e2e_commands import clean_environment, processes_with, run, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+async def test_no_request_fails_while_the_server_is_replaced(
+    serve_address: str, tiny_llama: Path
+) -> None:
+    from ray import serve
+
+    from wavepp.serve import app_builder
+
+    def deploy(lanes: int) -> None:
+        fields = {"model": str(tiny_llama), **ENGINE, "transport": "local", "max_num_seqs": lanes}
+        serve.run(app_builder(fields), name="replaced", route_prefix="/replaced")
+
+    await asyncio.to_thread(deploy, 4)
+    is_over = asyncio.Event()
+    statuses: list[int] = []
+    lanes: set[int] = set()
+
+    async def load(client: httpx.AsyncClient, number: int) -> None:
+        while not is_over.is_set():
+            body = {"prompt": [5 + number] * 200, "max_tokens": 20, "ignore_eos": True}
+            is_stream = number % 2 == 0
+            answer = await client.post("/v1/completions", json={**body, "stream": is_stream})
+            assert not is_stream or answer.text.endswith("data: [DONE]\n\n"), answer.text
+            statuses.append(answer.status_code)
+            info = (await client.get("/server_info")).json()
+            lanes.add(info["config"]["max_num_seqs"])
+
+    async with httpx.AsyncClient(base_url=f"{serve_address}/replaced", timeout=120) as client:
+        tasks = [asyncio.create_task(load(client, number)) for number in range(6)]
+        await asyncio.to_thread(deploy, 8)
+        is_over.set()
+        await asyncio.gather(*tasks)
+    await asyncio.to_thread(serve.delete, "replaced")
+    assert set(statuses) == {200}
+    assert 8 in lanes
+    assert len(statuses) >= 12  # each client before and after
+
+
+def readme_lines(first: str) -> str:
+    """The README's bash block that begins with a command."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    (block,) = [block for block in blocks if block.startswith(first)]
+    assert len(block.splitlines()) <= 5
+    return str(block)
+
+
+def test_server_lines_of_the_readme_run(smollm2_folder: Path, tmp_path: Path) -> None:
+    port = str(free_port())
+    lines = readme_lines("wavepp serve").replace("MODEL_FOLDER", str(smollm2_folder))
+    script = tmp_path / "readme_server.sh"
+    script.write_text("set -m\n" + lines.replace("8000", port))
+    mark = str(tmp_path)
+    done = run(["bash", str(script)], env=clean_environment(MARK=mark))
+    assert done.returncode == 0, done.stderr
+    answer = json.loads('{"id"' + done.stdout.rpartition('{"id"')[2])
+    assert "Paris" in answer["choices"][0]["text"]
+    assert answer["usage"]["completion_tokens"] == 8
+    assert f"at http://127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert wait_until(lambda: processes_with(mark) == [], seconds=30), processes_with(mark)
+
+
+def test_bad_configurations_are_one_line(tiny_llama: Path) -> None:
+    """Found before Ray starts, or by a stage."""
+    flags = ["--model", str(tiny_llama), "--port", str(free_port())]
+    unknown = run(["wavepp", "serve", *flags, "--max-body-mib", "-1"])
+    assert unknown.returncode == 2
+    assert "max_body_mib" in unknown.stderr.splitlines()[-1]
+    partition = run(["wavepp", "serve", *flags, "--layer-partition", "99", "--transport", "local"])
+    assert partition.returncode == 2, partition.stderr
+    assert partition.stderr.splitlines()[-1].startswith("wavepp: ")
+    assert "layer" in partition.stderr.splitlines()[-1]
+    assert "Traceback" not in partition.stderr
+
+
+def test_the_shipped_serve_file_is_one(tiny_llama: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from wavepp.serve import app_builder
+
+    text = (ROOT / "examples" / "serve.yaml").read_text()
+    loaded = yaml.safe_load(text.replace("MODEL_FOLDER", str(tiny_llama)))
+    (application,) = ServeDeploySchema.model_validate(loaded).applications
+    assert application.import_path == "wavepp.serve:app_builder"
+    app_builder(application.args)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        app_builder({**application.args, "model": "/nowhere"})
+
+
+def test_bench_serve_prints_and_writes_what_it_measured(server: str, tmp_path: Path) -> None:
+    out = tmp_path / "load.json"
+    flags = ["--base-url", server, "--num-prompts", "12", "--max-concurrency", "4"]
+    flags += ["--random-input-len", "60", "--random-prefix-len", "64", "--random-output-len", "3"]
+    done = run(["wavepp", "bench", "serve", *flags, "--ignore-eos", "--json", str(out)])
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^Successful requests: +12 *$", done.stdout, re.M)
+    for label in ("Request throughput", "Mean TTFT", "Median E2EL", "P99 ITL", "Mean TPOT"):
+        assert label in done.stdout
+    told: dict[str, Any] = json.loads(out.read_text())
+    assert (told["completed"], told["failed"]) == (12, 0)
+    assert told["total_input_tokens"] == 12 * 124
+    assert told["total_output_tokens"] == 36
+    assert 0 < told["total_cached_tokens"] <= 11 * 64
+    assert 0 < told["mean_ttft_ms"] <= told["mean_e2el_ms"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\nplain text\n')
+    more = ["--base-url", server, "--dataset-path", str(prompts), "--num-prompts", "4"]
+    again = run(["wavepp", "bench", "serve", *more, "--request-rate", "50"])
+    assert re.search(r"^Successful requests: +4 *$", again.stdout, re.M), again.stderr
+    nobody = run(["wavepp", "bench", "serve", "--base-url", f"http://127.0.0.1:{free_port()}"])
+    assert nobody.returncode == 2
+    assert "Traceback" not in nobody.stderr

@@ -1,0 +1,231 @@
+"""The server as users meet it: Ray Serve, real connections, the official client, curl."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from conftest import ENGINE, MODEL_LEN
+
+from wavepp import Engine, EngineConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+CLIENTS = 100
+GONE = 40
+HALF_OPEN = 300
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+async def direct(folder: Path, prompts: list[Any], **options: Any) -> list[tuple[int, ...]]:
+    """What an engine in this process answers."""
+    async with Engine(EngineConfig(model=folder, transport="local", **ENGINE)) as engine:
+        requests = [await engine.request(prompt, **options) for prompt in prompts]
+        return [result.token_ids for result in await engine.submit_all(requests)]
+
+
+def metric(server: str, name: str) -> float:
+    """The sum of a metric's lines."""
+    lines = httpx.get(f"{server}/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith(f"wavepp:{name}")]
+    assert found, name
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def nothing_held(server: str) -> bool:
+    names = ("num_requests_running", "num_requests_waiting", "leases{", "leases ", "escrow_blocks")
+    lines = httpx.get(f"{server}/metrics").text.splitlines()
+    held = [
+        line
+        for line in lines
+        if line.startswith(tuple(f"wavepp:{name}" for name in (*names, "kv_cache_usage_perc")))
+    ]
+    assert len(held) >= 6, held
+    return all(float(line.rsplit(" ", 1)[1]) == 0 for line in held)
+
+
+def eventually_nothing_held(server: str) -> bool:
+    deadline = time.monotonic() + 30
+    while not nothing_held(server):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+async def test_the_official_client_works_unchanged(client: openai.OpenAI, tiny_llama: Path) -> None:
+    (model,) = client.models.list().data
+    expected = await direct(tiny_llama, ["Once upon"], max_tokens=5, ignore_eos=True)
+    completion = client.completions.create(
+        model=model.id,
+        prompt="Once upon",
+        max_tokens=5,
+        logprobs=2,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    (choice,) = completion.choices
+    assert choice.model_extra is not None
+    assert tuple(choice.model_extra["token_ids"]) == expected[0]
+    assert choice.logprobs is not None
+    assert len(choice.logprobs.token_logprobs or ()) == 5
+    pieces = client.completions.create(
+        model=model.id,
+        prompt="Once upon",
+        max_tokens=5,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    assert "".join(piece.choices[0].text for piece in pieces) == choice.text
+
+    asked: dict[str, Any] = {
+        "model": model.id,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_completion_tokens": 4,
+        "extra_body": {"ignore_eos": True},
+    }
+    chat = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    assert chat.choices[0].logprobs is not None
+    assert len(chat.choices[0].logprobs.content or ()) == 4
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == chat.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 4
+
+
+def test_the_official_client_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="max_model_len is 512") as caught:
+        client.completions.create(model="tiny", prompt=[5] * 5000)
+    assert (caught.value.code, caught.value.param) == ("prompt_too_long", "prompt")
+
+
+def test_curl_gets_an_answer(server: str) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": 3, "stream": True})
+    command = ["curl", "-sS", "--fail", f"{server}/v1/completions", "-d", body]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("data: {")
+    assert done.stdout.endswith("data: [DONE]\n\n")
+
+
+async def test_a_hundred_clients_at_once_get_their_own_answers(
+    server: str, tiny_llama: Path
+) -> None:
+    rng = random.Random(7)
+    families = [[rng.randrange(5, 512) for _ in range(96)] for _ in range(5)]
+    prompts = [
+        families[n % 5] + [rng.randrange(5, 512) for _ in range(rng.randint(1, 40))]
+        for n in range(CLIENTS)
+    ]
+    expected = await direct(tiny_llama, prompts, max_tokens=2, ignore_eos=True)
+    hits = metric(server, "prefix_cache_hits_total")
+    limits = httpx.Limits(max_connections=CLIENTS)
+    async with httpx.AsyncClient(base_url=server, timeout=120, limits=limits) as many:
+        await many.post("/reset_prefix_cache")
+        asked = {"max_tokens": 2, "ignore_eos": True, "return_token_ids": True, "cache_salt": "h"}
+        answers = await asyncio.gather(
+            *(many.post("/v1/completions", json={"prompt": p, **asked}) for p in prompts)
+        )
+    assert {answer.status_code for answer in answers} == {200}
+    bodies = [answer.json() for answer in answers]
+    got = [tuple(body["choices"][0]["token_ids"]) for body in bodies]
+    assert got == expected
+    cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in bodies]
+    assert all(count in (0, 96) or count % 16 == 0 for count in cached)
+    assert sum(count >= 96 for count in cached) >= CLIENTS - 5 * 4
+    assert metric(server, "prefix_cache_hits_total") - hits == sum(cached)
+
+
+async def test_clients_that_go_away_leave_nothing(server: str, tiny_llama: Path) -> None:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(5, 512) for _ in range(rng.randint(50, 400))] for _ in range(GONE)]
+    stay = prompts[::4]
+    expected = await direct(tiny_llama, stay, max_tokens=8, ignore_eos=True)
+    asked = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "cache_salt": "gone"}
+
+    async def ask(many: httpx.AsyncClient, number: int) -> tuple[int, ...] | None:
+        body = {"prompt": prompts[number], **asked}
+        if number % 4 == 0:
+            answer = await many.post("/v1/completions", json=body)
+            return tuple(answer.json()["choices"][0]["token_ids"])
+        is_stream = number % 2 == 0
+        call = many.stream("POST", "/v1/completions", json={**body, "stream": is_stream})
+        try:
+            async with asyncio.timeout(rng.uniform(0, 0.5)), call as response:
+                async for _ in response.aiter_bytes():
+                    pass
+        except TimeoutError:
+            return None
+        return None
+
+    limits = httpx.Limits(max_connections=GONE)
+    async with httpx.AsyncClient(base_url=server, timeout=120, limits=limits) as many:
+        got = await asyncio.gather(*(ask(many, number) for number in range(GONE)))
+    assert [tokens for tokens in got if tokens is not None] == expected
+    assert eventually_nothing_held(server)
+
+
+def test_huge_bodies_are_refused_and_others_served(server: str) -> None:
+    body = b'{"prompt": "' + b"a" * (50 * 2**20) + b'"}'
+    try:
+        refused: httpx.Response | None = httpx.post(
+            f"{server}/v1/completions", content=body, timeout=60
+        )
+    except httpx.WriteError:  # the server need not read to the end what it refuses
+        refused = None
+    assert refused is None or refused.status_code == 413
+    answer = httpx.post(f"{server}/v1/completions", json={"prompt": "a"}, timeout=60)
+    assert answer.status_code == 200
+
+
+def test_half_open_connections_are_in_nobodys_way(server: str) -> None:
+    where = urlsplit(server)
+    assert where.hostname is not None
+    assert where.port is not None
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with ExitStack() as stack:
+        for number in range(HALF_OPEN):
+            made = socket.create_connection((where.hostname, where.port), timeout=30)
+            stack.enter_context(closing(made))
+            made.sendall(head if number % 2 else head[:30])
+        assert httpx.get(f"{server}/health", timeout=30).status_code == 200
+        answer = httpx.post(f"{server}/v1/completions", json={"prompt": "a"}, timeout=60)
+        assert answer.status_code == 200
+    assert eventually_nothing_held(server)
+
+
+async def test_health_does_not_queue_behind_work(server: str) -> None:
+    async with httpx.AsyncClient(base_url=server, timeout=120) as many:
+        asked = {"prompt": [5] * MODEL_LEN, "max_tokens": 0}
+        work = [
+            asyncio.create_task(many.post("/v1/completions", json={**asked, "cache_salt": str(n)}))
+            for n in range(20)
+        ]
+        await asyncio.sleep(0)
+        seen = 0
+        while not all(task.done() for task in work):
+            assert (await many.get("/health")).status_code == 200
+            seen += sum(not task.done() for task in work) > 0
+        assert {task.result().status_code for task in work} == {200}
+    assert seen > 1

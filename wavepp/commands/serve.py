@@ -1,0 +1,58 @@
+"""`wavepp serve`: the server on this process' Ray, or on RAY_ADDRESS, until it is told to stop.
+
+On SIGTERM or Ctrl-C requests in flight may finish (`shutdown_timeout_s`), then nothing is left.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from wavepp.config import EngineConfig
+from wavepp.console import open_console
+from wavepp.engine import check_folder
+from wavepp.errors import ConfigError
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def run(config: EngineConfig, options: dict[str, Any], *, host: str, port: int) -> None:
+    """Serves until SIGTERM or Ctrl-C.
+
+    Args:
+        options: fields of ServeOptions.
+
+    Raises:
+        ConfigError: the configuration or checkpoint can't be used, or the port is taken.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} not found: pip install 'wavepp[serve]'")
+    check_folder(config)
+    from wavepp.serve.options import ServeOptions
+    from wavepp.serve.running import RunningServer
+
+    console = open_console(stderr=True)
+    server = RunningServer.start(config, ServeOptions(**options), host=host, port=port)
+    told = threading.Event()
+    try:
+        _on_stop(told)
+        console.print(f"serving {config.model_name} at {server.url}")
+        told.wait()
+        console.print("stopping")
+    finally:
+        server.stop()
+
+
+def _on_stop(told: threading.Event) -> None:
+    """SIGTERM and Ctrl-C end the wait; a second one does nothing more."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        told.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)

@@ -1,0 +1,111 @@
+"""A server as a program starts and ends it: the cluster, Serve with its proxy, the application.
+
+Owns: what it started. In a cluster that was there before only the application is taken away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import urllib.request
+from typing import Self
+
+from wavepp.actors.ray.cluster import Cluster
+
+# isort: split
+from ray import serve
+
+from wavepp.config import EngineConfig
+from wavepp.errors import ConfigError
+from wavepp.serve.deployment import NAME, build_application
+from wavepp.serve.options import ServeOptions
+
+UP_S_MAX = 60.0
+POLL_S = 0.1
+ERROR_MARK = "ConfigError: "
+
+
+class RunningServer:
+    """A server that answers; made by `start`."""
+
+    def __init__(self, cluster: Cluster, url: str) -> None:
+        self.url = url
+        self._cluster = cluster
+
+    @classmethod
+    def start(cls, config: EngineConfig, options: ServeOptions, *, host: str, port: int) -> Self:
+        """Starts everything; returns when the server answers.
+
+        Raises:
+            ConfigError: the engine can't be built, the port is taken, or nothing answers.
+        """
+        check_port(host, port)
+        server = cls(Cluster.join_or_start({}), f"http://{_reachable(host)}:{port}")
+        try:
+            serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+            _deploy(config, options)
+            _wait_until_up(server.url)
+        except BaseException:
+            server.stop()
+            raise
+        return server
+
+    def stop(self) -> None:
+        """Lets requests in flight finish, and takes away what was started. Safe to call twice."""
+        if self._cluster.is_own:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+        else:
+            serve.delete(NAME)
+        self._cluster.leave()
+
+
+def check_port(host: str, port: int) -> None:
+    """Sees that the port is free.
+
+    Raises:
+        ConfigError: it isn't, or the host is none of this machine's.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} can't be listened on: {error.strerror}") from None
+
+
+def _deploy(config: EngineConfig, options: ServeOptions) -> None:
+    try:
+        serve.run(build_application(config, options), name=NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise ConfigError(_reason(str(error))) from None
+
+
+def _reason(text: str) -> str:
+    """The engine's own words out of a replica's traceback, which Serve tells as text."""
+    status = serve.status().applications.get(NAME)
+    if status is not None:
+        told = [deployment.message for deployment in status.deployments.values()]
+        text = "\n".join([text, status.message, *told])
+    lines = [line for line in text.splitlines() if ERROR_MARK in line]
+    return lines[-1].split(ERROR_MARK, 1)[1] if lines else text.strip().splitlines()[-1]
+
+
+def _wait_until_up(url: str) -> None:
+    """The proxy comes up by itself, some time after the application."""
+    deadline = time.monotonic() + UP_S_MAX
+    while time.monotonic() < deadline:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{url}/health", timeout=10 * POLL_S) as answer,
+        ):
+            if answer.status == 200:
+                return
+        time.sleep(POLL_S)
+    raise ConfigError(f"{url} does not answer within {UP_S_MAX:g} s")
+
+
+def _reachable(host: str) -> str:
+    """Where to ask a server that listens on all addresses."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
