@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from wavepp import __version__
+from wavepp.commands.bench_ablation import run_ablation
 from wavepp.commands.engine_flags import engine_command
 from wavepp.config import EngineConfig, build_config
 from wavepp.errors import ConfigError, RequestError, WavePPError
@@ -89,7 +90,8 @@ def run_batch(
 def throughput(
     config: EngineConfig,
     workload: Annotated[
-        str, typer.Option(metavar="LIST", help="of cold, reuse, mixed; comma-separated")
+        str,
+        typer.Option(metavar="LIST", help="of cold, reuse, mixed, storm, trace; comma-separated"),
     ] = "cold",
     concurrency: Annotated[
         str, typer.Option(metavar="LIST", help="requests kept in flight; comma-separated")
@@ -97,8 +99,19 @@ def throughput(
     prompt_len: Annotated[int, typer.Option(min=1, metavar="N", help="tokens in a prompt")] = 4096,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="in a timed run; default: 8, or the concurrency"),
+        typer.Option(min=1, metavar="N", help="in a run; default: 8, the concurrency, a trace's"),
     ] = None,
+    request_rate: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="arrivals a second, instead of a closed loop"),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="requests of workload trace, one JSON object a line"),
+    ] = None,
+    trace_scale: Annotated[
+        float, typer.Option(min=1e-6, metavar="X", help="times faster than the trace was recorded")
+    ] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="timed runs of each cell")] = 3,
     reuse_frac: Annotated[
         float,
@@ -113,9 +126,18 @@ def throughput(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="write meta and rows here")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="draw throughput, waves, wave sizes")
+    ] = None,
+    engine_trace: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="what other commands call --trace")
+    ] = None,
 ) -> None:
-    """Measure prompt throughput: closed loop, in process, on made prompts."""
+    """Measure prompt throughput, in process: a closed loop, arrivals at a rate, or a trace."""
     from wavepp.bench.throughput import Plan, run
+
+    if engine_trace is not None:
+        config = config.model_copy(update={"trace": str(engine_trace)})
 
     plan = Plan.parse(
         workloads=workload,
@@ -126,9 +148,12 @@ def throughput(
         reuse_frac=reuse_frac,
         num_prefixes=num_prefixes,
         baseline=baseline,
+        request_rate=request_rate,
+        trace=trace,
+        trace_scale=trace_scale,
         seed=config.seed,
     )
-    run(config, plan, json_file)
+    run(config, plan, json_file, plot)
 
 
 def serve(
@@ -162,7 +187,8 @@ def serve(
 
 app.command("run-batch")(engine_command(run_batch))
 app.command("serve")(engine_command(serve))
-bench.command("throughput")(engine_command(throughput))
+bench.command("throughput")(engine_command(throughput, left_out=frozenset({"trace"})))
+bench.command("ablation")(engine_command(run_ablation, left_out=frozenset({"trace"})))
 
 
 @bench.command("admission")
@@ -339,6 +365,24 @@ def check_model(
         "dtype": dtype,
     }
     run_check_model(build_config({k: v for k, v in options.items() if v is not None}))
+
+
+def plan(
+    config: EngineConfig,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.yaml", help="time this machine, and write a cost model for --cost-model"
+        ),
+    ] = None,
+) -> None:
+    """Say how a model would be split over stages, which budgets and pools it gets, and why."""
+    from wavepp.commands.plan import run
+
+    run(config, profile)
+
+
+app.command("plan")(engine_command(plan))
 
 
 @app.command("trace")

@@ -19,7 +19,7 @@ from wavepp.errors import ConfigError
 from wavepp.units import align_down
 from wavepp.validation import first_problem, nearest
 
-Device = Literal["cpu", "cuda"]
+Device = Literal["cpu", "cuda", "emulated"]
 THREADS_MAX = 1024  # some way above, torch's thread pool falls over with no error to catch
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -36,7 +36,8 @@ class EngineConfig(BaseModel):
 
     # Model
     model: str = Field(
-        description="folder of a Hugging Face checkpoint (config.json, *.safetensors)"
+        description="folder of a Hugging Face checkpoint (config.json, *.safetensors); with device "
+        "emulated only a name, by default the cost model's"
     )
     tokenizer: str | None = Field(
         default=None, description="folder of the tokenizer; default: the model's"
@@ -59,7 +60,26 @@ class EngineConfig(BaseModel):
     )
 
     # Pipeline
-    device: Device = Field(default="cpu", description="where stages compute")
+    device: Device = Field(
+        default="cpu",
+        description="where stages compute; emulated: nowhere, each wave takes the time that "
+        "--cost-model says",
+    )
+    cost_model: str | None = Field(
+        default=None,
+        description="emulated devices: name of a cost model, or a YAML file (docs/emulation.md)",
+    )
+    time_scale: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="emulated devices: seconds here for a second of theirs",
+    )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="emulated devices: devices that share each stage's layers; else 1",
+    )
     pipeline_parallel_size: int = Field(default=1, ge=1, description="P: stages")
     layer_partition: tuple[int, ...] | None = Field(
         default=None, description="layers per stage; default: balanced"
@@ -85,15 +105,29 @@ class EngineConfig(BaseModel):
 
     # Waves
     max_num_batched_tokens: int = Field(
-        default=2048, ge=1, description="M: most tokens in one wave"
+        default=2048,
+        ge=1,
+        description="M: most tokens in one wave, a multiple of B (planner greedy takes any); the "
+        "default is rounded down to one",
     )
     min_wave_tokens: int | None = Field(
-        default=None, ge=1, description="b_min: smallest wave budget; default M/2"
+        default=None,
+        ge=1,
+        description="b_min: smallest wave budget, a multiple of B; default M/2, rounded down",
     )
     max_num_seqs: int = Field(default=16, ge=1, description="lanes: requests admitted at once")
-    planner: Literal["greedy"] = Field(
-        default="greedy",
-        description="picks wave sizes; greedy: first come, first served, as full as M",
+    planner: Literal["greedy", "static", "mpu", "balanced"] = Field(
+        default="mpu",
+        description="picks wave sizes; mpu: as large as leaves enough waves for every stage; "
+        "balanced: the same in equal times, as measured; static: M tokens, by the same rules; "
+        "greedy: first come, first served, as full as M",
+    )
+    progress_deadline_ms: float = Field(
+        default=50.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="longest time that work is held back for the sake of fuller waves, in "
+        "milliseconds",
     )
 
     # Cache
@@ -123,6 +157,17 @@ class EngineConfig(BaseModel):
     )
 
     # Admission
+    admission: Literal["wave", "serial"] = Field(
+        default="wave",
+        description="wave: requests are admitted in batches, beside execution; serial: a baseline, "
+        "one by one inside the planning loop, with blocking sends between stages",
+    )
+    reservation: Literal["escrow", "lease", "none"] = Field(
+        default="escrow",
+        description="what an admitted request holds until its first wave; escrow: its prefix is "
+        "pinned and its suffix has room; lease: pins alone; none: nothing. With less than escrow "
+        "it may find no room and is rolled back and tried again",
+    )
     lease_headroom_waves: int | None = Field(
         default=None,
         ge=0,
@@ -175,7 +220,15 @@ class EngineConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError(first_problem(error, type(self).model_fields)[0]) from None
 
-    @field_validator("model", "tokenizer", "trace", mode="before")
+    @model_validator(mode="before")
+    @classmethod
+    def _name_emulated_model(cls, data: Any) -> Any:
+        """An emulated model needs no checkpoint: its name is the cost model's."""
+        if isinstance(data, dict) and data.get("device") == "emulated" and "model" not in data:
+            return {**data, "model": str(data.get("cost_model"))}
+        return data
+
+    @field_validator("model", "tokenizer", "trace", "cost_model", mode="before")
     @classmethod
     def _take_paths(cls, value: object) -> object:
         """Takes a pathlib.Path where a folder or file is named."""
@@ -195,6 +248,34 @@ class EngineConfig(BaseModel):
         if not all(part.strip().isdecimal() for part in parts):
             raise ValueError("write it as comma-separated numbers of layers, such as 8,8,7,7")
         return tuple(int(part) for part in parts)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_default_wave(cls, given: object) -> object:
+        """The default of M fits the block size that was given."""
+        if not isinstance(given, dict) or "max_num_batched_tokens" in given:
+            return given
+        default, block = cls.model_fields["max_num_batched_tokens"].default, given.get("block_size")
+        if not isinstance(block, int) or block < 1 or default % block == 0:
+            return given
+        return {**given, "max_num_batched_tokens": max(align_down(default, block), block)}
+
+    @model_validator(mode="after")
+    def _check_emulation(self) -> Self:
+        if self.device == "emulated":
+            if self.cost_model is None:
+                raise ValueError("device emulated needs a cost_model")
+            return self
+        for name, default in (
+            ("cost_model", None),
+            ("time_scale", 1.0),
+            ("tensor_parallel_size", 1),
+        ):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is for device emulated, not {self.device}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -218,7 +299,28 @@ class EngineConfig(BaseModel):
                 f"min_wave_tokens {self.min_wave_tokens} exceeds "
                 f"max_num_batched_tokens {self.max_num_batched_tokens}"
             )
+        if self.planner != "greedy":
+            self._check_wave_sizes()
+        if self.lease_headroom_waves is not None and self.reservation != "escrow":
+            raise ValueError(
+                f"lease_headroom_waves {self.lease_headroom_waves}: reservation "
+                f"{self.reservation} reserves no room, so it keeps no headroom"
+            )
         return self
+
+    def _check_wave_sizes(self) -> None:
+        """Budgets are whole blocks; only the greedy planner knows no budgets."""
+        block = self.block_size
+        for name in ("max_num_batched_tokens", "min_wave_tokens"):
+            value = getattr(self, name)
+            if value is None or value % block == 0:
+                continue
+            lower = align_down(value, block)
+            fitting = f"{lower} or {lower + block}" if lower else f"{block}"
+            raise ValueError(
+                f"{name} {value} is no multiple of block_size {block}: take {fitting} "
+                "(planner greedy takes any)"
+            )
 
     @property
     def ring_waves(self) -> int:
@@ -227,7 +329,7 @@ class EngineConfig(BaseModel):
 
     @property
     def wave_tokens_min(self) -> int:
-        """b_min: the smallest wave budget, a multiple of B where M allows it."""
+        """b_min: the smallest wave budget; as a default a multiple of B, if M holds two blocks."""
         if self.min_wave_tokens is not None:
             return self.min_wave_tokens
         half = align_down(self.max_num_batched_tokens // 2, self.block_size)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
-from wavepp.actors.ports import EngineBackend
+from wavepp.actors.ports import EngineBackend, ExecutorFactory
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
@@ -372,23 +372,38 @@ class Engine:
 
 def build_backend(config: EngineConfig) -> EngineBackend:
     """The pipeline of `config.transport`, not yet started."""
-    from wavepp.actors.executors import torch_executor
-
+    factory = _executor_factory(config)
     if config.transport == "local":
         from wavepp.actors.local import LocalPipeline
 
-        return LocalPipeline(config, torch_executor)
+        return LocalPipeline(config, factory)
     from wavepp.actors.ray.launch import RayPipeline
 
-    return RayPipeline(config, torch_executor)
+    return RayPipeline(config, factory)
+
+
+def _executor_factory(config: EngineConfig) -> ExecutorFactory:
+    if config.device == "emulated":
+        from wavepp.emulated.executor import emulated_executor
+
+        return emulated_executor
+    from wavepp.actors.executors import torch_executor
+
+    return torch_executor
 
 
 def check_folder(config: EngineConfig) -> None:
     """Sees that the checkpoint's folder is there before anything heavy is started.
 
     Raises:
-        ConfigError: it isn't, or holds no config.json.
+        ConfigError: it isn't, or holds no config.json; or there is no such cost model.
     """
+    if config.device == "emulated":
+        from wavepp.emulated.cost_model import load_cost_model
+
+        assert config.cost_model is not None, "the configuration sees to it"
+        load_cost_model(config.cost_model)
+        return
     folder = Path(config.model)
     if not folder.is_dir():
         raise ConfigError(f"model: {config.model} is not a folder")

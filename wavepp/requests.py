@@ -107,7 +107,7 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillResult:
-    """The outcome of one request (S10).
+    """The outcome of one request.
 
     Attributes:
         token_ids: the produced tokens; empty when max_tokens was 0 or the request did not finish.
@@ -166,7 +166,8 @@ class StageStats:
     """One stage: what its LOOP thread did since the engine started, and its cache now.
 
     Attributes:
-        wait_s: no_wave | activation | materialize -> seconds.
+        busy_s, wait_s (no_wave | activation | materialize | sending -> seconds): all time until
+            its latest wave's end. idle_s: seconds since then. cpu_s: of its process.
         blocks_used: held by requests; the rest is free or cached and idle.
         blocks_cached: reusable, whether or not a request uses them; some are among blocks_used.
         leases, escrows: requests that hold one; escrow_blocks: what all escrows together promise.
@@ -180,6 +181,7 @@ class StageStats:
     layers: tuple[int, int]
     busy_s: float
     wait_s: Mapping[str, float] = field(default_factory=dict)
+    idle_s: float = 0.0
     waves: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
@@ -196,6 +198,7 @@ class StageStats:
     lock_hold_max_s: float = 0.0
     invariant_violations: int = 0
     pid: int = 0
+    cpu_s: float = 0.0
 
     @property
     def cache_usage(self) -> float:
@@ -215,6 +218,9 @@ class EngineStats:
         deferred: times a request waited for a prefix that another one was computing.
         lease_age_s_max: age of the oldest lease that is not materialised yet.
         wave_tokens: sizes of the latest waves, oldest first (bounded).
+        driver_cpu_s: CPU seconds of the driver's process (with `--transport local` everybody's).
+        rolled_back: times an admitted request found no room on a stage, or its prefix gone
+            (`reservation` lease or none).
     """
 
     requests_waiting: int
@@ -237,6 +243,8 @@ class EngineStats:
     lease_age_s_max: float = 0.0
     stages: tuple[StageStats, ...] = ()
     wave_tokens: tuple[int, ...] = ()
+    driver_cpu_s: float = 0.0
+    rolled_back: int = 0
 
     @property
     def lock_hold_max_s(self) -> float:
@@ -281,7 +289,7 @@ def make_request(**fields: Any) -> PrefillRequest:
 
 
 def check_request(request: PrefillRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Checks a request against the model's facts (S11).
+    """Checks a request against the model's facts.
 
     Raises:
         RequestError: prompt and answer are too long together, or the prompt holds a token outside

@@ -6,6 +6,7 @@ by several threads at once. Never reaches for the network.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ TOKENIZER_FILES = (
     "tekken.json",
     "tiktoken.model",
 )
+PLAIN_CLASS = "TokenizersBackend"
 
 
 class Tokenizer:
@@ -108,11 +110,29 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         if config.tokenizer is None:
             return None
         raise ConfigError(f"tokenizer: {folder} holds no tokenizer files")
-    from transformers import AutoTokenizer
-
     try:
-        inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        inner = _reader(folder).from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises many kinds for files it can't read
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"tokenizer: {folder} can't be read: {reason}") from None
     return Tokenizer(inner)
+
+
+def _reader(folder: Path) -> Any:
+    """The transformers class that reads this tokenizer.
+
+    AutoTokenizer chooses, but it imports torch, which takes seconds and serves no tokenizer. Where
+    the folder says that its tokenizer.json is all there is to it, the choice is known beforehand.
+    """
+    try:
+        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        is_plain = said["tokenizer_class"] == PLAIN_CLASS and "auto_map" not in said
+    except (OSError, ValueError, TypeError, KeyError):
+        is_plain = False  # AutoTokenizer says what is wrong with it
+    if is_plain and (folder / "tokenizer.json").is_file():
+        from transformers import TokenizersBackend
+
+        return TokenizersBackend
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer

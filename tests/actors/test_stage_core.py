@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from checksum_executor import ChecksumExecutor
 from pipelines import config_of
 
-from wavepp.actors.ports import Carry, Parcel, StageOutput
-from wavepp.actors.stage import StageCore
+from wavepp.actors.ports import Carry, DeviceTimes, Parcel, StageOutput
+from wavepp.actors.stage import LoopTimes, StageCore
 from wavepp.cache.keys import chain_keys, join_keys
 from wavepp.control.options import CacheOptions
 from wavepp.control.work import ErrorRecord, StageWork
@@ -176,14 +179,26 @@ async def test_span_that_is_carried_though_its_request_failed_here_is_computed_a
     assert parcel.outputs == ()
 
 
-async def test_carried_span_without_its_place_costs_the_wave_not_the_stage() -> None:
+@pytest.mark.parametrize("spans", [((A, 4), (B, 0)), ((B, 0), (A, 4))])
+async def test_rows_of_a_carried_span_without_its_place_are_dropped(
+    spans: tuple[tuple[RequestId, int], ...],
+) -> None:
+    """B is computed from its own rows, as if A had not been there."""
     core, executor = await admitted_core(1)
-    parcel = core.forward(core.prepare(wave(1, (A, 4), (B, 0))), carried(1, A, B))
-    assert executor.asked == []
+    before = carried(1, *(name for name, _ in spans))
+    assert before.carry is not None
+    parcel = core.forward(core.prepare(wave(1, *spans)), before)
+    assert executor.asked == [[B]]
     misplaced = "the span starts at token 4, the sequence is at 0"
-    assert parcel.errors[0] == record(A, 1, misplaced, guilty=True)
-    assert parcel.errors[1:] == (record(B, 1, "another request failed in this wave"),)
-    assert parcel.fatal is None
+    assert parcel.errors == (record(A, 1, misplaced, guilty=True),)
+    assert parcel.carried == (B,)
+    alone, _ = await admitted_core(1)
+    first = [name for name, _ in spans].index(B) * 4
+    rows = {"hidden": before.carry["hidden"][first : first + 4]}
+    expected = alone.forward(alone.prepare(wave(1, (B, 0))), replace(carried(1, B), carry=rows))
+    assert parcel.carry is not None
+    assert expected.carry is not None
+    assert parcel.carry["hidden"].tolist() == expected.carry["hidden"].tolist()
 
 
 async def test_broken_protocol_is_fatal_and_travels_down() -> None:
@@ -207,3 +222,18 @@ async def test_times_add_up_to_the_wall() -> None:
     started_s = 1.0
     assert stats.busy_s + sum(stats.wait_s.values()) == report.done_s - started_s
     assert stats.waves == 1
+
+
+def test_every_moment_of_a_stage_counts_once() -> None:
+    times = LoopTimes(until_s=10.0)
+    times.add(11.0, 12.0, DeviceTimes(from_s=14.0, computing_s=14.5, done_s=16.0, sent_s=17.0))
+    times.sent_s = 18.0
+    times.add(20.0, 21.0, DeviceTimes(from_s=23.0, computing_s=23.0, done_s=24.0, sent_s=24.0))
+    times.sent_s = 26.0  # a device that was busy while its host sent and prepared did not wait
+    times.add(26.5, 27.0, DeviceTimes(from_s=24.0, computing_s=24.0, done_s=28.0, sent_s=28.0))
+    assert times.no_wave_s == 1.0 + 2.0
+    assert times.materialize_s == 1.0 + 0.5 + 1.0
+    assert times.activation_s == 2.0 + 2.0
+    assert times.busy_s == 1.5 + 1.0 + 4.0
+    assert times.sending_s == 1.0 + 1.0
+    assert (times.until_s, times.waves) == (28.0, 3)

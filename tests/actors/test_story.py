@@ -237,7 +237,7 @@ class Hand:
             apply_to=LogNumber(self.number + len(decisions)),
             entries=self.entries(*decisions),
         )
-        self.write("effects", [LaunchWave(schedule=schedule)])
+        self.write("effects", [LaunchWave(schedule=schedule, budget=64)])
 
     def read(self) -> Trace:
         self.writer.flush()

@@ -41,7 +41,12 @@ async def test_stages_and_chunks_change_no_answer(tiny_llama: Path) -> None:
     for options in (
         {},
         {"pipeline_parallel_size": 3, "max_num_batched_tokens": 64},
-        {"pipeline_parallel_size": 2, "layer_partition": (1, 7), "max_num_batched_tokens": 50},
+        {
+            "pipeline_parallel_size": 2,
+            "layer_partition": (1, 7),
+            "max_num_batched_tokens": 50,
+            "planner": "greedy",
+        },
     ):
         async with Engine(config(tiny_llama, **options)) as engine:
             answers.append(await engine.prefill(prompt, logprobs=3))
@@ -117,7 +122,7 @@ async def test_salt_of_none_is_no_salt(tiny_llama: Path) -> None:
 
 
 async def test_cancelling_the_task_aborts_the_request(tiny_llama: Path) -> None:
-    async with Engine(config(tiny_llama, max_num_batched_tokens=16)) as engine:
+    async with Engine(config(tiny_llama, max_num_batched_tokens=16, block_size=16)) as engine:
         task = asyncio.create_task(engine.prefill([5] * 4000, request_id="gone"))
         await reach_wave(engine, 2)
         task.cancel()
@@ -129,7 +134,7 @@ async def test_cancelling_the_task_aborts_the_request(tiny_llama: Path) -> None:
 
 
 async def test_abort_ends_the_request_with_abort(tiny_llama: Path) -> None:
-    async with Engine(config(tiny_llama, max_num_batched_tokens=16)) as engine:
+    async with Engine(config(tiny_llama, max_num_batched_tokens=16, block_size=16)) as engine:
         task = asyncio.create_task(engine.prefill([5] * 4000, request_id="a"))
         await reach_wave(engine, 2)
         assert await engine.abort("a") is True
@@ -139,7 +144,7 @@ async def test_abort_ends_the_request_with_abort(tiny_llama: Path) -> None:
 
 
 async def test_request_id_in_use_is_refused(tiny_llama: Path) -> None:
-    async with Engine(config(tiny_llama, max_num_batched_tokens=16)) as engine:
+    async with Engine(config(tiny_llama, max_num_batched_tokens=16, block_size=16)) as engine:
         first = asyncio.create_task(engine.prefill([5] * 2000, request_id="a"))
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -106,7 +106,7 @@ def test_stopped_command_leaves_no_ray_behind(
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = [sys.executable, "-m", "wavepp.cli", "run-batch", "-i", str(source)]
     command += ["-o", str(target), "--model", str(tiny_llama), "-pp", "2"]
-    command += ["--num-cpus-per-stage", "0.5", "--max-num-batched-tokens", "4"]
+    command += ["--num-cpus-per-stage", "0.5", "--max-num-batched-tokens", "4", "--block-size", "4"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=env) as process:
         deadline = time.monotonic() + 300
         while not target.exists() or target.stat().st_size == 0:

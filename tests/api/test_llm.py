@@ -147,7 +147,7 @@ def test_interrupt_aborts_and_leaves_the_llm_usable(tiny_llama: Path) -> None:
     print(stats.requests_waiting + stats.requests_running)
     llm.close()
     """
-    with run_script(tiny_llama, body, max_num_batched_tokens=16) as process:
+    with run_script(tiny_llama, body, max_num_batched_tokens=16, block_size=16) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.5)

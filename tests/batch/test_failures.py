@@ -140,7 +140,9 @@ async def test_numbers_that_are_not_finite_are_an_error_of_that_line_alone(
     prompts = [[5] * 20, [5, POISON] * 20, [6] * 40, [7, POISON, 8], [9]]
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text("".join(json.dumps({"prompt": p, **asked}) + "\n" for p in prompts))
-    made = config(model).model_copy(update={"max_num_seqs": 8, "max_num_batched_tokens": 16})
+    made = config(model).model_copy(
+        update={"max_num_seqs": 8, "block_size": 16, "max_num_batched_tokens": 16}
+    )
     async with Engine(made) as engine:
         await BatchRun(made, str(source), str(target)).run(engine, Silence())
     answers = [json.loads(line) for line in target.read_text().splitlines()]

@@ -36,6 +36,7 @@ async def test_tokens_and_logprobs_are_those_of_transformers(
         model=tiny_llama,
         transport="local",
         pipeline_parallel_size=3,
+        block_size=16,
         max_num_batched_tokens=48,
         threads_per_stage=1,
     )

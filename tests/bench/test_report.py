@@ -15,12 +15,22 @@ from wavepp.errors import ConfigError
 from wavepp.requests import EngineStats, PrefillResult, RequestTimings, StageStats
 
 
-def stats(*, busy_s: float, no_wave_s: float, waves: int, sizes: tuple[int, ...]) -> EngineStats:
+def stats(
+    *,
+    busy_s: float,
+    no_wave_s: float,
+    waves: int,
+    sizes: tuple[int, ...],
+    idle_s: float = 0.0,
+    cpu_s: float = 0.0,
+) -> EngineStats:
     stage = StageStats(
         stage=0,
         layers=(0, 4),
         busy_s=busy_s,
         wait_s={"no_wave": no_wave_s, "activation": busy_s / 5},
+        idle_s=idle_s,
+        cpu_s=cpu_s / 2,
     )
     return EngineStats(
         requests_waiting=0,
@@ -36,15 +46,25 @@ def stats(*, busy_s: float, no_wave_s: float, waves: int, sizes: tuple[int, ...]
         rounds=waves * 2,
         stages=(stage,),
         wave_tokens=sizes,
+        driver_cpu_s=cpu_s,
     )
 
 
-def run(wall_s: float, *, cached: int = 0, idle_s: float = 0.0) -> LoopRun:
+def run(
+    wall_s: float,
+    *,
+    cached: int = 0,
+    idle_s: float = 0.0,
+    time_scale: float = 1.0,
+    cpu_s: float = 0.0,
+    expected: tuple[int, ...] = (),
+    aborted: tuple[int, ...] = (),
+) -> LoopRun:
     results = tuple(
         PrefillResult(
             request_id=str(n),
             token_ids=(1,),
-            finish_reason="length",
+            finish_reason="abort" if n in aborted else "length",
             num_prompt_tokens=50,
             num_cached_tokens=cached,
             timings=RequestTimings(queued_s=1.0, admitted_s=1.0 + n / 1000),
@@ -55,10 +75,16 @@ def run(wall_s: float, *, cached: int = 0, idle_s: float = 0.0) -> LoopRun:
         wall_s=wall_s,
         completions_s=(0.3, 0.1, 0.2),
         results=results,
-        before=stats(busy_s=1.0, no_wave_s=5.0, waves=10, sizes=(7, 7)),
+        before=stats(busy_s=1.0, no_wave_s=5.0, waves=10, sizes=(7, 7), idle_s=idle_s),
         after=stats(
-            busy_s=1.0 + wall_s / 2, no_wave_s=5.1 + idle_s, waves=13, sizes=(7, 7, 50, 60, 40)
+            busy_s=1.0 + wall_s / 2,
+            no_wave_s=5.1 + idle_s,
+            waves=13,
+            sizes=(7, 7, 50, 60, 40),
+            cpu_s=cpu_s,
         ),
+        time_scale=time_scale,
+        expected=expected,
     )
 
 
@@ -85,8 +111,33 @@ def test_row_holds_medians_and_shares() -> None:
 
 def test_idle_time_before_a_run_is_no_gap_of_it() -> None:
     row = make_row({}, [run(1.0, idle_s=100.0)], [])
-    assert row["gaps"]["no_wave"] == [pytest.approx(1.0 - 0.5 - 0.1)]
+    assert row["gaps"]["no_wave"] == [pytest.approx(0.1)]
+    assert row["accounted"] == [pytest.approx(0.5 + 0.1 + 0.1)]
     assert "baseline" not in row
+
+
+def test_a_time_scale_turns_seconds_here_into_seconds_of_the_devices() -> None:
+    row = make_row({}, [run(2.0, time_scale=0.1)], [])
+    assert row["input_tok_s"] == pytest.approx(150 / 20.0)
+    assert (row["p50_s"], row["p95_s"]) == pytest.approx((2.0, 3.0))
+    assert row["stage_busy"] == [0.5]
+
+
+def test_a_busy_driver_is_flagged() -> None:
+    assert make_row({}, [run(1.0, cpu_s=0.4)], [])["driver_bound"] is False
+    row = make_row({}, [run(2.0, cpu_s=1.2)], [])
+    assert (row["driver_bound"], row["driver_cores"], row["stage_cores"]) == (True, 0.6, [0.3])
+
+
+def test_good_hits_are_most_of_what_was_expected() -> None:
+    assert make_row({}, [run(1.0, cached=40)], [])["good_hit_rate"] is None
+    row = make_row({}, [run(1.0, cached=40, expected=(50, 51, 0))], [])
+    assert row["good_hit_rate"] == 0.5
+
+
+def test_aborted_requests_count_for_nothing() -> None:
+    row = make_row({}, [run(1.0, aborted=(0, 2))], [])
+    assert (row["aborted"], row["input_tok_s"], row["p95_s"]) == (2, 50.0, 0.1)
 
 
 def test_computed_tokens_leave_cached_ones_out() -> None:

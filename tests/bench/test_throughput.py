@@ -37,6 +37,14 @@ ROW_FIELDS = {
     "rounds",
     "admission_ms_p50",
     "foreign_cores",
+    "accounted",
+    "good_hit_rate",
+    "aborted",
+    "capacity_refusals",
+    "rolled_back",
+    "driver_cores",
+    "stage_cores",
+    "driver_bound",
 }
 
 

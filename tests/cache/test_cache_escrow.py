@@ -46,7 +46,7 @@ def test_prepare_takes_free_units_first_then_victims_in_eviction_order(world) ->
     stage.finish("r")
 
 
-def test_e8_a_path_goes_tail_first(world) -> None:
+def test_row_e8_a_path_goes_tail_first(world) -> None:
     stage = world(attention(4))
     stage.run("a", tokens(0, 16))
     for step, left in enumerate((12, 8, 4, 0)):
@@ -67,7 +67,7 @@ def test_the_least_recently_used_path_goes_first(world) -> None:
     assert stage.hint(tokens(100, 17)) == 4
 
 
-def test_b7_a_claimed_victim_is_replaced_and_the_replacement_comes_first(world) -> None:
+def test_row_b7_a_claimed_victim_is_replaced_and_the_replacement_comes_first(world) -> None:
     stage = world(attention(8))
     stage.run("a", tokens(0, 16))
     stage.run("b", tokens(100, 16))
@@ -86,7 +86,7 @@ def test_b7_a_claimed_victim_is_replaced_and_the_replacement_comes_first(world) 
     stage.cache.release_lease(RequestId("hit"))
 
 
-def test_b7_without_a_substitute_the_original_reservation_stands(world) -> None:
+def test_row_b7_without_a_substitute_the_original_reservation_stands(world) -> None:
     """A lower endpoint wants more than there is: the commit takes nothing and loses nothing."""
     stage = world(attention(8))
     stage.run("a", tokens(0, 16))
@@ -133,7 +133,7 @@ def test_a_move_may_use_what_its_own_lease_lets_go(world) -> None:
     stage.finish("r")
 
 
-def test_b2_of_two_that_fit_only_alone_one_is_admitted(world) -> None:
+def test_row_b2_of_two_that_fit_only_alone_one_is_admitted(world) -> None:
     stage = world(attention(8))
     stage.run("a", tokens(0, 8))
     stage.run("b", tokens(100, 8))
@@ -148,7 +148,7 @@ def test_b2_of_two_that_fit_only_alone_one_is_admitted(world) -> None:
     stage.run("B", prompts["B"])
 
 
-def test_b3_the_last_block_and_the_working_slot_are_part_of_the_demand(world) -> None:
+def test_row_b3_the_last_block_and_the_working_slot_are_part_of_the_demand(world) -> None:
     stage = world(attention(7), recurrent(4), slots=2)
     a = stage.prompt(tokens(0, 16), room_tokens=1)
     b = stage.prompt(tokens(100, 12), room_tokens=1)
@@ -177,7 +177,7 @@ def test_working_slots_are_promised_and_never_shared(world) -> None:
     stage.finish("c")
 
 
-def test_b10_capacity_is_computed_after_pinning(world) -> None:
+def test_row_b10_capacity_is_computed_after_pinning(world) -> None:
     """6 of 8 blocks are the request's own evictable prefix: 2 are left, not 8."""
     stage = world(attention(8))
     stage.run("a", tokens(0, 24))
@@ -189,7 +189,7 @@ def test_b10_capacity_is_computed_after_pinning(world) -> None:
     )
 
 
-def test_b1_a_request_larger_than_an_empty_pool_is_refused_with_both_numbers(world) -> None:
+def test_row_b1_a_request_larger_than_an_empty_pool_is_refused_with_both_numbers(world) -> None:
     stage = world(attention(16), attention(8, name="small"))
     assert stage.cache.fits(stage.prompt(tokens(0, 33))) == Refusal(
         reason="never_fits", group="small", needed=9, available=8
@@ -210,7 +210,7 @@ def test_the_headroom_is_2pm_or_a_quarter_of_the_pool(world) -> None:
     stage.cache.undo(RequestId("a"))
 
 
-def test_b11_one_oversized_request_may_ignore_the_headroom_and_no_second(world) -> None:
+def test_row_b11_one_oversized_request_may_ignore_the_headroom_and_no_second(world) -> None:
     stage = world(attention(16), headroom_tokens=8 * B)
     large = stage.prompt(tokens(0, 7 * B)), stage.prompt(tokens(200, 7 * B))
     whole = stage.prompt(tokens(400, 14 * B))
@@ -229,7 +229,7 @@ def test_b11_one_oversized_request_may_ignore_the_headroom_and_no_second(world) 
 
 
 @pytest.mark.parametrize("orders", list(itertools.product([("A", "B"), ("B", "A")], repeat=2)))
-def test_b12_prefixes_that_fill_the_pool_do_not_deadlock(world, orders) -> None:
+def test_row_b12_prefixes_that_fill_the_pool_do_not_deadlock(world, orders) -> None:
     """Each refused side is undone, so on every stage, in any order, the pair goes through one by
     one."""
     ids = {"A": tokens(0, 24), "B": tokens(100, 24)}
@@ -247,7 +247,7 @@ def test_b12_prefixes_that_fill_the_pool_do_not_deadlock(world, orders) -> None:
         stage.finish(second)
 
 
-def test_c13_a_refused_escrow_leaves_no_snapshot_pinned(world) -> None:
+def test_row_c13_a_refused_escrow_leaves_no_snapshot_pinned(world) -> None:
     stage = world(attention(8), recurrent(4))
     stage.run("a", tokens(0, 12))
     vote = stage.admit("r", stage.prompt(tokens(0, 12) + tokens(50, 24)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import pytest
@@ -175,3 +176,32 @@ def test_offloading_does_not_change_the_index(world) -> None:
     stage.run("b", tokens(100, 12))
     assert stage.cache.stats().offloaded == 3
     assert stage.hint(tokens(0, 13)) == 12
+
+
+def test_what_is_detached_counts_until_the_index_is_settled() -> None:
+    index = HintIndex([attention(9)], 1)
+    keys = [b"a", b"b", b"c"]
+    index.add(0, 0, keys)
+    index.remove_later(0, 0, [b"b", b"c"])
+    index.add(0, 0, [b"c"])  # computed again before the index has followed
+    before = index.version
+    assert index.probe(0, keys, 3) == 3
+    index.settle()
+    assert index.version > before
+    assert index.counts() == {(0, 0): {b"a": 1, b"c": 1}}
+    index.settle()  # nothing is owed any more
+    assert index.counts() == {(0, 0): {b"a": 1, b"c": 1}}
+
+
+def test_two_threads_may_settle_at_once() -> None:
+    index = HintIndex([attention(9)], 1, [threading.Lock()])
+    keys = [str(i).encode() for i in range(4000)]
+    index.add(0, 0, keys)
+    for at in range(0, 4000, 4):
+        index.remove_later(0, 0, keys[at : at + 3])
+    threads = [threading.Thread(target=index.settle) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert index.counts() == {(0, 0): dict.fromkeys(keys[3::4], 1)}

@@ -38,7 +38,7 @@ def test_leases_share_and_the_last_one_lets_go(world) -> None:
     assert pinned(stage) == 0
 
 
-def test_a4_rich_stages_trim_to_the_all_stage_minimum(world) -> None:
+def test_row_a4_rich_stages_trim_to_the_all_stage_minimum(world) -> None:
     stages = [world(attention(16)) for _ in range(3)]
     prompt = stages[0].prompt(tokens(0, 24))
     for stage, blocks in zip(stages, (3, 5, 2), strict=True):
@@ -54,7 +54,7 @@ def test_a4_rich_stages_trim_to_the_all_stage_minimum(world) -> None:
         stage.cache.release_lease(R)
 
 
-def test_a15_a_prefix_evicted_after_the_hint_lowers_the_lease(world) -> None:
+def test_row_a15_a_prefix_evicted_after_the_hint_lowers_the_lease(world) -> None:
     stage = world(attention(6))
     stage.run("a", tokens(0, 16))
     prompt = stage.prompt(tokens(0, 17))
@@ -68,7 +68,7 @@ def test_a15_a_prefix_evicted_after_the_hint_lowers_the_lease(world) -> None:
 
 
 @pytest.mark.parametrize(("count", "endpoint"), [(1, 0), (4, 0), (8, 4), (9, 8)])
-def test_e3_e4_a_full_hit_leaves_a_token_and_counts_after_the_cap(
+def test_row_e3_e4_a_full_hit_leaves_a_token_and_counts_after_the_cap(
     world, count: int, endpoint: int
 ) -> None:
     stage = world(attention(16), recurrent(4))
@@ -86,7 +86,7 @@ def test_a_prompt_that_wants_its_logprobs_reuses_nothing(world) -> None:
     stage.finish("b")
 
 
-def test_e2_salts_never_share(world) -> None:
+def test_row_e2_salts_never_share(world) -> None:
     stage = world(attention(32))
     for rid, salt in (("a", "a"), ("b", "b"), ("c", "")):
         assert stage.run(rid, tokens(0, 16), salt=salt) == 0
@@ -118,7 +118,7 @@ def test_what_another_pins_already_costs_no_floor(world) -> None:
         stage.cache.free(RequestId(rid))
 
 
-def test_d6_a_stage_without_a_kind_of_window_votes_no_limit(world) -> None:
+def test_row_d6_a_stage_without_a_kind_of_window_votes_no_limit(world) -> None:
     ids, none = tokens(0, 17), world()
     vote = none.claim("a", none.prompt(ids), 12)
     assert (vote.endpoint, vote.reuse, vote.committed) == (12, ReuseVote(), True)
@@ -159,7 +159,7 @@ def test_a_sliding_window_pins_only_its_last_tokens(world) -> None:
     stage.finish("b")
 
 
-def test_d12_the_paper_s_snapshots_step_down_and_agree_at_once(world) -> None:
+def test_row_d12_the_paper_s_snapshots_step_down_and_agree_at_once(world) -> None:
     """Snapshots at 64, 72, 90 and at 64, 80; the candidate is 80 (thousandths of the paper's)."""
     ids = tokens(0, 92)
     one, two = (world(recurrent(8), block_size=2) for _ in range(2))
@@ -186,7 +186,7 @@ def test_d12_the_paper_s_snapshots_step_down_and_agree_at_once(world) -> None:
         stage.finish("r", snapshots=[])
 
 
-def test_b8_lowering_pins_the_earlier_snapshot_before_it_releases_the_later(world) -> None:
+def test_row_b8_lowering_pins_the_earlier_snapshot_before_it_releases_the_later(world) -> None:
     """Two snapshots, at 4 and 8, both another's and evictable; the tail's reservation needs one
     of them."""
     stage = world(attention(16), recurrent(2))

@@ -77,7 +77,7 @@ def test_an_elastic_snapshot_never_takes_what_an_escrow_was_promised(world) -> N
     stage.finish("b")
 
 
-def test_d2_a_junction_gives_the_third_prompt_a_hit(world) -> None:
+def test_row_d2_a_junction_gives_the_third_prompt_a_hit(world) -> None:
     """Three prompts share 20 tokens: with snapshots at prompt ends only the third would hit
     nothing."""
     stage = world(attention(64), recurrent(16))
@@ -89,7 +89,7 @@ def test_d2_a_junction_gives_the_third_prompt_a_hit(world) -> None:
     assert stage.run("three", prompts[2]) == 20
 
 
-def test_d5_a_fresh_slot_is_set_to_the_empty_state(world) -> None:
+def test_row_d5_a_fresh_slot_is_set_to_the_empty_state(world) -> None:
     stage = world(recurrent(4), slots=1)
     stage.run("a", tokens(0, 9))
     stage.admit("b", stage.prompt(tokens(100, 9)))
@@ -128,7 +128,7 @@ def test_two_recurrent_groups_are_saved_and_restored_together(world) -> None:
     stage.finish("b")
 
 
-def test_d11_a_state_is_visible_only_after_it_was_executed_here(world) -> None:
+def test_row_d11_a_state_is_visible_only_after_it_was_executed_here(world) -> None:
     """Two identical prompts, the second admitted while the first runs: no hit, and both are
     right."""
     stage = world(attention(32), recurrent(8))

@@ -14,7 +14,7 @@ from wavepp.units import RequestId
 R = RequestId("r")
 
 
-def test_a14_the_same_prompt_again_hits_all_but_its_last_block(world) -> None:
+def test_row_a14_the_same_prompt_again_hits_all_but_its_last_block(world) -> None:
     for count in (3, 4, 5, 16, 17, 31):
         stage = world(attention(32), recurrent(4), sliding(32, window=6))
         ids = tokens(0, count)
@@ -85,7 +85,7 @@ def test_room_for_decoding_is_allocated_but_never_published(world) -> None:
 
 
 @pytest.mark.parametrize("phase", ["leased", "prepared", "committed", "running", "half"])
-def test_a7_an_abort_leaves_nothing_behind_in_any_phase(world, phase: str) -> None:
+def test_row_a7_an_abort_leaves_nothing_behind_in_any_phase(world, phase: str) -> None:
     stage = world(attention(16), recurrent(4))
     stage.run("seed", tokens(0, 13))
     prompt = stage.prompt(tokens(0, 12) + tokens(50, 12))
@@ -108,7 +108,7 @@ def test_a7_an_abort_leaves_nothing_behind_in_any_phase(world, phase: str) -> No
         assert group.reclaimable == group.cached
 
 
-def test_c9_blocks_finished_before_an_abort_are_reused_rightly(world) -> None:
+def test_row_c9_blocks_finished_before_an_abort_are_reused_rightly(world) -> None:
     stage = world(attention(16), recurrent(8))
     ids = tokens(0, 32)
     stage.admit("a", stage.prompt(ids))
@@ -119,7 +119,7 @@ def test_c9_blocks_finished_before_an_abort_are_reused_rightly(world) -> None:
     assert stage.run("b", ids[:16] + tokens(500, 8)) == 16
 
 
-def test_c11_no_key_names_a_block_that_another_wrote(world) -> None:
+def test_row_c11_no_key_names_a_block_that_another_wrote(world) -> None:
     """A's escrowed blocks are taken by B after A ends; the index names only what is really
     there."""
     stage = world(attention(6))
@@ -135,7 +135,7 @@ def test_c11_no_key_names_a_block_that_another_wrote(world) -> None:
 
 
 @pytest.mark.parametrize("groups", [(attention(40),), (attention(40), recurrent(6))])
-def test_e1_an_8_bit_hash_costs_time_but_gives_no_wrong_state(world, groups) -> None:
+def test_row_e1_an_8_bit_hash_costs_time_but_gives_no_wrong_state(world, groups) -> None:
     def bad(data: bytes) -> bytes:
         return xxhash.xxh3_128_digest(data)[:1]
 

@@ -78,7 +78,7 @@ def test_a_window_a_stage_lacks_is_no_limit() -> None:
     assert only_recurrent == ReuseVote(snapshots=(2 * B,))
 
 
-def test_d12_snapshots_at_64_72_90_and_64_80_agree_on_64() -> None:
+def test_row_d12_snapshots_at_64_72_90_and_64_80_agree_on_64() -> None:
     stages = [ReuseVote(snapshots=(64, 72, 90)), ReuseVote(snapshots=(64, 80))]
     assert best_endpoint(stages, 80) == 64
     # The paper's step-down ends at the same place: 80 -> 72 -> 64.
@@ -89,7 +89,7 @@ def test_d12_snapshots_at_64_72_90_and_64_80_agree_on_64() -> None:
     assert seen == [80, 72, 64]
 
 
-def test_d12_disjoint_snapshots_agree_on_nothing() -> None:
+def test_row_d12_disjoint_snapshots_agree_on_nothing() -> None:
     stages = [ReuseVote(snapshots=(4,)), ReuseVote(snapshots=(8,)), ReuseVote(snapshots=(12,))]
     assert best_endpoint(stages, 16) == 0
 

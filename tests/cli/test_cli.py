@@ -30,7 +30,9 @@ def test_version_and_help() -> None:
     shown = wavepp_cli("--help")
     assert shown.returncode == 0
     commands = [line.split()[0] for line in shown.stdout.split("Commands:")[1].splitlines() if line]
-    assert commands == ["run-batch", "serve", "sim", "make-tiny", "check-model", "trace", "bench"]
+    assert commands == [
+        *("run-batch", "serve", "sim", "make-tiny", "check-model", "plan", "trace", "bench"),
+    ]
 
 
 @pytest.mark.parametrize("arguments", [[], ["bench"]])

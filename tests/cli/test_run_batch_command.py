@@ -88,7 +88,7 @@ def test_killed_run_is_resumed_to_the_same_file(
     tiny_llama: Path, tmp_path: Path, long_input: Path
 ) -> None:
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    options = flags(tiny_llama, "--max-num-batched-tokens", "32")
+    options = flags(tiny_llama, "--max-num-batched-tokens", "32", "--block-size", "16")
     assert run("-i", str(long_input), "-o", str(whole), *options).returncode == 0
     for seen in (1, 60):
         with start("-i", str(long_input), "-o", str(cut), *options, "--resume") as process:
@@ -120,7 +120,7 @@ def test_stopped_run_ends_in_order_and_can_be_resumed(
     tiny_llama: Path, tmp_path: Path, long_input: Path, sent: signal.Signals, status: int
 ) -> None:
     out = tmp_path / "out.jsonl"
-    options = flags(tiny_llama, "--max-num-batched-tokens", "32")
+    options = flags(tiny_llama, "--max-num-batched-tokens", "32", "--block-size", "16")
     with start("-i", str(long_input), "-o", str(out), *options) as process:
         wait_for_lines(out, 5)
         process.send_signal(sent)

@@ -20,13 +20,25 @@ def test_config_has_the_defaults_of_the_descriptions() -> None:
 
 @pytest.mark.parametrize(
     ("batched", "block", "expected"),
-    [(2048, 64, 1024), (1000, 64, 448), (64, 64, 64), (16, 64, 16)],
+    [(2048, 64, 1024), (960, 64, 448), (64, 64, 64)],
 )
 def test_smallest_wave_is_half_a_wave_in_whole_blocks(
     batched: int, block: int, expected: int
 ) -> None:
     config = EngineConfig(model="m", max_num_batched_tokens=batched, block_size=block)
     assert config.wave_tokens_min == expected
+
+
+@pytest.mark.parametrize(("block", "wave"), [(16, 2048), (48, 2016), (4096, 4096)])
+def test_the_default_wave_fits_the_block_size(block: int, wave: int) -> None:
+    assert EngineConfig(model="m", block_size=block).max_num_batched_tokens == wave
+
+
+def test_the_greedy_planner_takes_waves_of_any_size() -> None:
+    config = EngineConfig(model="m", planner="greedy", max_num_batched_tokens=50, min_wave_tokens=7)
+    assert (config.max_num_batched_tokens, config.wave_tokens_min) == (50, 7)
+    small = EngineConfig(model="m", planner="greedy", max_num_batched_tokens=16)
+    assert small.wave_tokens_min == 16
 
 
 @pytest.mark.parametrize(
@@ -45,6 +57,19 @@ def test_smallest_wave_is_half_a_wave_in_whole_blocks(
         ({"layer_partition": "3,5"}, "names 2 stages, pipeline_parallel_size is 1"),
         ({"layer_partition": [0]}, "every stage needs at least one layer"),
         ({"min_wave_tokens": 4096}, "min_wave_tokens 4096 exceeds max_num_batched_tokens 2048"),
+        (
+            {"max_num_batched_tokens": 1000},
+            "max_num_batched_tokens 1000 is no multiple of block_size 64: take 960 or 1024",
+        ),
+        ({"max_num_batched_tokens": 16}, "16 is no multiple of block_size 64: take 64 "),
+        ({"min_wave_tokens": 100, "planner": "static"}, "min_wave_tokens 100 is no multiple"),
+        ({"admission": "parallel"}, r"admission: .*'serial'.*\(got 'parallel'\)"),
+        (
+            {"reservation": "lease", "lease_headroom_waves": 2},
+            "lease_headroom_waves 2: reservation lease reserves no room",
+        ),
+        ({"planner": "best"}, r"planner: .*'mpu'.*\(got 'best'\)"),
+        ({"progress_deadline_ms": -1.0}, "progress_deadline_ms: "),
         ({"watchdog_s": -1.0}, "watchdog_s: "),
         ({"threads_per_stage": 100_000}, "threads_per_stage: "),
     ],

@@ -97,7 +97,7 @@ def test_queue_limit_on_tokens_always_lets_one_wait() -> None:
     assert isinstance(refusal(control, arrival("b", [1, 1])), QueueFullError)
 
 
-def test_stages_must_agree_on_the_block_size() -> None:
+def test_row_a18_stages_must_agree_on_the_block_size() -> None:
     facts = [stage_facts(0, 8), stage_facts(1, 8), stage_facts(2, 8, block_size=8)]
     options = DriverOptions(ring_depth=2, wave_tokens_max=8, max_num_seqs=1)
     with pytest.raises(ConfigError, match="block_size: stage 0 has 4, stage 2 has 8"):

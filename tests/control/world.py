@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from checksum_executor import ChecksumExecutor, assert_served
 
 from wavepp.actors.ports import Parcel
 from wavepp.actors.stage import StageCore
+from wavepp.cache.types import Reservation
 from wavepp.config import EngineConfig
 from wavepp.control.driver import DriverControl
 from wavepp.control.facts import (
@@ -30,9 +31,11 @@ from wavepp.control.facts import (
 )
 from wavepp.control.options import CacheOptions, DriverOptions
 from wavepp.control.work import Sampling
+from wavepp.planner.factory import PlannerName
 from wavepp.protocol.messages import Admit, RoundMessage, RoundReply, SpanPlan, WaveSchedule
+from wavepp.protocol.votes import Claim
 from wavepp.requests import PrefillResult
-from wavepp.units import RequestId
+from wavepp.units import RequestId, align_down
 
 
 class World:
@@ -51,9 +54,14 @@ class World:
         host_blocks: int = 0,
         kinds: str = "",
         caching: bool = True,
+        planner: PlannerName = "greedy",
+        reservation: Reservation = "escrow",
         **options_more: Any,
     ) -> None:
-        """`kinds`: letters of the checksum executor, repeated over the layers."""
+        """`kinds`: letters of the checksum executor, repeated over the layers. Only `greedy` takes
+        waves of any size; for the others they are rounded to blocks."""
+        if planner != "greedy":
+            wave_tokens = max(align_down(wave_tokens, block_size), block_size)
         config = EngineConfig(
             model="checksum",
             pipeline_parallel_size=stages,
@@ -63,6 +71,7 @@ class World:
             kv_offloading_size=float(host_blocks),
         )
         self.now = 0.0
+        self.ticks = 0.0  # a stage's look at the clock takes so long
         self.layers = stages
         self.kinds = (kinds * stages)[:stages]
         headroom = headroom_waves * wave_tokens
@@ -72,11 +81,10 @@ class World:
             snapshot_interval=2 * block_size,
             max_snapshots_per_path=3,
             enable_prefix_caching=caching,
+            reservation=reservation,
         )
         self.cores = [
-            StageCore(
-                ChecksumExecutor(config, stage, kinds=self.kinds), caches, clock=lambda: self.now
-            )
+            StageCore(ChecksumExecutor(config, stage, kinds=self.kinds), caches, clock=self._clock)
             for stage in range(stages)
         ]
         options = DriverOptions(
@@ -84,6 +92,8 @@ class World:
             wave_tokens_max=wave_tokens,
             max_num_seqs=lanes,
             headroom_tokens=headroom,
+            planner=planner,
+            reservation=reservation,
             **options_more,
         )
         self.driver = DriverControl([core.facts for core in self.cores], options)
@@ -98,7 +108,13 @@ class World:
         self.told: dict[str, list[int]] = {}
         self.spans: list[SpanPlan] = []
         self.admissions: list[Admit] = []
+        self.claims: list[Claim] = []
+        self.launches: list[LaunchWave] = []
         self._entries_seen = 0
+
+    def _clock(self) -> float:
+        self.now += self.ticks
+        return self.now
 
     def arrive(
         self,
@@ -181,6 +197,7 @@ class World:
             outputs=parcel.outputs,
             errors=parcel.errors,
             acks=tuple(report.ack for report in parcel.reports),
+            stage_seconds=tuple(report.busy_s for report in parcel.reports),
         )
         self._perform(self.driver.handle(fact, now=self.now))
 
@@ -229,12 +246,14 @@ class World:
         for effect in effects:
             match effect:
                 case LaunchWave(schedule=schedule):
+                    self.launches.append(effect)
                     self.spans.extend(schedule.spans)
                     for queue in self.waves:
                         queue.append(schedule)
                 case SendRound(messages=messages):
                     assert self.rounds == [None] * len(self.cores)
                     self.rounds = list(messages)
+                    self.claims.extend(messages[0].ask.claims)
                 case TellProduced(user_id=user_id, produced=produced):
                     self.told[user_id].append(produced.token_id)
                 case Finish(user_id=user_id, result=result):
@@ -253,5 +272,12 @@ class World:
 
     def first_admissions(self) -> list[int]:
         """Serial numbers in the order in which requests were admitted for the first time."""
-        serials = [int(admit.request_id.rpartition("#")[2]) for admit in self.admissions]
-        return list(dict.fromkeys(serials))
+        return _serials(admit.request_id for admit in self.admissions)
+
+    def first_claims(self) -> list[int]:
+        """Serial numbers in the order in which requests were given a lease for the first time."""
+        return _serials(claim.request_id for claim in self.claims)
+
+
+def _serials(names: Iterable[RequestId]) -> list[int]:
+    return list(dict.fromkeys(int(name.rpartition("#")[2]) for name in names))

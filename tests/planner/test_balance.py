@@ -237,3 +237,11 @@ def test_work_in_the_ring_counts_as_long_as_it_is_there() -> None:
         return sizing.size(demand).room.tokens_for(work[0])
 
     assert first_cut(15) > first_cut(4) > first_cut(0)
+
+
+def test_the_smallest_share_of_time_is_a_whole_block() -> None:
+    """A budget of less than a block would cut inside one, which no other request could reuse."""
+    work = pieces(6 * B, 3 * B + 1)
+    size = BalancedSizing(goals(b_min=B)).size(Demand(pieces=work))
+    cuts = pack_wave(work, size.room, size.rules).cuts
+    assert all(cut.final or (cut.start + cut.length) % B == 0 for cut in cuts), cuts

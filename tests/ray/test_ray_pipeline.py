@@ -278,3 +278,13 @@ async def test_cancelled_start_leaves_nothing() -> None:
 def created_groups() -> set[str]:
     table = ray.util.placement_group_table()
     return {name for name, group in table.items() if group["state"] != "REMOVED"}
+
+
+async def test_serial_admission_without_reservations_gives_right_answers() -> None:
+    options = {**STANDARD, "admission": "serial", "reservation": "none"}
+    prompts = random_prompts(11, 12)
+    async with running("ray", checksum, **options) as pipeline:
+        results = await asyncio.gather(*(pipeline.submit(request(p)) for p in prompts))
+        await assert_nothing_left(pipeline)
+    for result, prompt in zip(results, prompts, strict=True):
+        assert_served(result, prompt, 4)

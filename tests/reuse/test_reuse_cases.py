@@ -50,7 +50,9 @@ def cached_on(pipeline: LocalPipeline, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 31, 32, 33, 100])
-async def test_same_prompt_right_after_the_reply_hits_all_but_the_last_block(length: int) -> None:
+async def test_row_a14_same_prompt_right_after_the_reply_hits_all_but_the_last_block(
+    length: int,
+) -> None:
     async with local(checksum, **FOUR) as pipeline:
         prompt = distinct(length)
         assert (await serve(pipeline, prompt)).num_cached_tokens == 0
@@ -59,7 +61,7 @@ async def test_same_prompt_right_after_the_reply_hits_all_but_the_last_block(len
         assert (await serve(pipeline, prompt)).num_cached_tokens == expected
 
 
-async def test_full_hit_leaves_a_token_to_compute_and_counts_what_was_reused() -> None:
+async def test_rows_e3_e4_full_hit_leaves_a_token_to_compute_and_counts_what_was_reused() -> None:
     async with local(checksum, **TWO) as pipeline:
         assert (await serve(pipeline, [9])).num_cached_tokens == 0
         assert (await serve(pipeline, [9])).num_cached_tokens == 0
@@ -74,7 +76,7 @@ async def test_full_hit_leaves_a_token_to_compute_and_counts_what_was_reused() -
         assert after.computed_tokens - before.computed_tokens == B
 
 
-async def test_prefix_of_an_aborted_request_is_right() -> None:
+async def test_row_c9_prefix_of_an_aborted_request_is_right() -> None:
     """A is given up after two of four chunks; then its first two chunks and something new."""
     executor = partial(ChecksumExecutor, wave_s=0.02)
     async with local(executor, **FOUR, ring_depth=2) as pipeline:
@@ -88,9 +90,9 @@ async def test_prefix_of_an_aborted_request_is_right() -> None:
         assert again.num_cached_tokens == 32
 
 
-async def test_blocks_of_an_aborted_request_go_to_another_when_its_last_wave_is_over() -> None:
+async def test_row_c3_blocks_of_an_aborted_request_go_to_another_after_its_last_wave() -> None:
     """The pool holds one of them; A's chunks are on their way through the stages when it ends."""
-    options = {**FOUR, "num_gpu_blocks_override": 16}
+    options = {**FOUR, "num_gpu_blocks_override": 16, "min_wave_tokens": 16}
     async with local(partial(ChecksumExecutor, wave_s=0.01), **options) as pipeline:
         for turn in range(4):
             a, b = distinct(64), distinct(64, 100 + 64 * turn)
@@ -106,7 +108,7 @@ async def test_blocks_of_an_aborted_request_go_to_another_when_its_last_wave_is_
 
 
 @pytest.mark.parametrize("apart", [0, 1, 3])
-async def test_equal_prompts_in_flight_together_are_right(apart: int) -> None:
+async def test_row_d11_equal_prompts_in_flight_together_are_right(apart: int) -> None:
     """In one wave, and when the first one has left stage apart-1: what a stage has not executed
     can't be reused there."""
     executor = partial(ChecksumExecutor, wave_s=0.01)
@@ -141,7 +143,7 @@ def bad_hash(data: bytes) -> bytes:
     return bytes([sum(data) % 256])
 
 
-async def test_colliding_keys_cost_time_but_change_no_answer(
+async def test_row_e1_colliding_keys_cost_time_but_change_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -160,7 +162,7 @@ async def test_colliding_keys_cost_time_but_change_no_answer(
         assert (await serve(pipeline, base)).num_cached_tokens <= 60
 
 
-async def test_endpoint_is_the_minimum_of_stages_with_unequal_pools() -> None:
+async def test_rows_a4_a5_endpoint_is_the_minimum_of_stages_with_unequal_pools() -> None:
     """Stage 2 keeps least; whatever is left there decides, and nothing else suffers."""
     units = (60, 40, 22, 60)
 
@@ -217,7 +219,7 @@ async def test_without_prefix_caching_nothing_is_kept() -> None:
         assert [stage.blocks_cached for stage in stats.stages] == [0] * 4
 
 
-async def test_salts_share_nothing() -> None:
+async def test_row_e2_salts_share_nothing() -> None:
     async with local(checksum, **TWO) as pipeline:
         prompt = distinct(30)
         hits = [
@@ -239,7 +241,7 @@ async def test_prompt_logprobs_reuse_nothing_but_are_reused() -> None:
 
 
 @pytest.mark.parametrize("kinds", ["RRRF", "FRFR", "RRRR"])
-async def test_third_prompt_hits_where_the_first_two_part(kinds: str) -> None:
+async def test_row_d2_third_prompt_hits_where_the_first_two_part(kinds: str) -> None:
     """T(20)|T(12) three times: a snapshot is kept at the junction, also where a stage has no
     attention, or nothing else."""
     executor = partial(ChecksumExecutor, kinds=kinds)

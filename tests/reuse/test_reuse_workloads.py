@@ -130,7 +130,7 @@ async def answers_without_reuse(folder: Path, jobs: list[Job]) -> list[PrefillRe
     ("partition", "host_gib"),
     [((8,), None), ((1, 7), 0.01), ((3, 1, 4), None), ((2, 2, 3, 1), 0.01)],
 )
-async def test_reuse_changes_no_logprob(
+async def test_row_d7_reuse_and_uneven_splits_change_no_logprob(
     folders: dict[str, Path], family: str, partition: tuple[int, ...], host_gib: float | None
 ) -> None:
     rng = random.Random(f"{family} {partition}")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sim_dsl import Scenario, attention, distinct, hybrid
 
+from wavepp.planner.planner import GreedyWaves, Plan
 from wavepp.protocol.messages import Admit
 from wavepp.protocol.votes import Retry
 from wavepp.sim.options import Faults
@@ -64,11 +65,12 @@ def overfill_the_ring(scenario: Scenario) -> None:
 
 
 def widen_the_waves(scenario: Scenario) -> None:
-    scenario.world.driver.planner.wave_tokens_max = 16
+    scenario.world.driver.waves.planner = GreedyWaves(wave_tokens_max=16, block_size=4)
 
 
 def stall_the_planner(scenario: Scenario) -> None:
-    setattr(scenario.world.driver.planner, "plan", lambda *args, **options: ())  # noqa: B010
+    idle = Plan(cuts=(), budget=0)
+    setattr(scenario.world.driver.waves.planner, "plan", lambda *args, **options: idle)  # noqa: B010
 
 
 def forget_fences(scenario: Scenario) -> None:

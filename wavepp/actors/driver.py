@@ -153,11 +153,13 @@ class DriverCore:
             prefix_hits=counters.prefix_hits,
             endpoints_lowered=tally.retries,
             capacity_refusals=tally.no_room,
+            rolled_back=tally.rolled_back,
             deferred=tally.deferred,
             leases=len(leases),
             lease_age_s_max=self._clock() - min(leases) if leases else 0.0,
             stages=stages,
             wave_tokens=tuple(self._wave_sizes),
+            driver_cpu_s=time.process_time(),
         )
 
     async def reset_prefix_cache(self, stage: int | None) -> bool:
@@ -288,6 +290,7 @@ class DriverCore:
                 outputs=parcel.outputs,
                 errors=parcel.errors,
                 acks=tuple(report.ack for report in parcel.reports),
+                stage_seconds=tuple(report.busy_s for report in parcel.reports),
             )
         )
 
@@ -390,11 +393,16 @@ def driver_options(config: EngineConfig) -> DriverOptions:
         ring_depth=config.ring_waves,
         wave_tokens_max=config.max_num_batched_tokens,
         wave_tokens_min=config.wave_tokens_min,
+        planner=config.planner,
+        pipeline_fill=config.pipeline_fill,
+        progress_deadline_s=config.progress_deadline_ms / 1000.0,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
         headroom_tokens=config.headroom_tokens,
+        admission=config.admission,
+        reservation=config.reservation,
         agreement=config.agreement,
         defer_shared_prefix=config.defer_shared_prefix and config.enable_prefix_caching,
         defer_max_s=config.defer_max_ms / 1000.0,

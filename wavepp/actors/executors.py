@@ -20,13 +20,14 @@ import xxhash
 from torch import Tensor
 
 from wavepp.actors.ports import Carry, StageExecutor, StageOutput
-from wavepp.cache.types import BringBack, Effect, Offload
+from wavepp.cache.types import BringBack, Effect, Offload, RestoreSnapshot, ZeroSlot
 from wavepp.config import EngineConfig
 from wavepp.control.work import GroupFacts, SpanOutput, SpanWork, StageFacts, StageWork
 from wavepp.errors import ConfigError
+from wavepp.kernels.recurrent_plan import CHUNK
 from wavepp.kernels.select import compute_dtype, select_ops
 from wavepp.kernels.wave import Span, build_wave
-from wavepp.models.cache_pools import CachePools, host_pool_units, pool_units
+from wavepp.models.cache_pools import CachePools, group_units
 from wavepp.models.config import read_model_spec
 from wavepp.models.loader import CheckpointReader, DummyWeights
 from wavepp.models.partition import stage_layers
@@ -62,7 +63,7 @@ class TorchExecutor:
 
     def __init__(self, config: EngineConfig, stage: int) -> None:
         spec = read_model_spec(config.model, config.dtype)
-        _refuse_recurrent(spec)
+        _check_block_size(config, spec)
         max_model_len = _max_model_len(config, spec)
         lo, hi = stage_layers(spec, config.pipeline_parallel_size, config.layer_partition)[stage]
         self._device = _device(config)
@@ -79,6 +80,7 @@ class TorchExecutor:
             host_units={group.name: group.host_units for group in groups},
             block_size=config.block_size,
             device=self._device,
+            working_slots=config.max_num_seqs,
         )
         self._outputs = _OutputMaker(self._model, config.seed) if self._model.is_last else None
         self._facts = StageFacts(
@@ -99,7 +101,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def materialize(self, effects: Sequence[Effect]) -> None:
-        """Moves blocks between device and host, in this order."""
+        """Moves blocks and snapshots between device, host and working slots, in this order."""
         self._set_threads()
         for effect in effects:
             match effect:
@@ -107,7 +109,11 @@ class TorchExecutor:
                     self._pools.offload(group, device, host)
                 case BringBack(group=group, host=host, device=device):
                     self._pools.bring_back(group, host, device)
-                case _:  # models with recurrent layers are refused, so there are no working slots
+                case RestoreSnapshot(group=group, snapshot=unit, slot=slot, from_host=from_host):
+                    self._pools.restore(group, unit, slot, from_host=from_host)
+                case ZeroSlot():
+                    pass  # a span from position 0 reads no slot
+                case _:
                     raise TypeError(effect)
 
     @torch.inference_mode()
@@ -116,7 +122,7 @@ class TorchExecutor:
         if not work.spans:
             return StageOutput(carry=carry)
         self._set_threads()
-        spans = [Span(start=s.start, length=s.length, tables=s.block_tables) for s in work.spans]
+        spans = [self._place(span) for span in work.spans]
         wave = build_wave(spans, self._groups, self._block_size, self._device)
         activations = self._model.forward(self._enter(work.spans, carry), wave, self._pools.layers)
         if self._outputs is None:
@@ -126,6 +132,16 @@ class TorchExecutor:
     def close(self) -> None:
         """Gives weights and pools back."""
         del self._model, self._pools, self._outputs
+
+    def _place(self, span: SpanWork) -> Span:
+        """A span with the places of its cache: blocks, working slot, snapshots to write."""
+        orders = [(order.position, order.units) for order in span.snapshots]
+        return Span(
+            start=span.start,
+            length=span.length,
+            tables=span.block_tables,
+            states=self._pools.span_states(span.start, span.slot, orders),
+        )
 
     def _enter(self, spans: Sequence[SpanWork], carry: Carry | None) -> Activations:
         """What this stage starts from, its own to overwrite."""
@@ -143,10 +159,13 @@ class TorchExecutor:
             self._threads_set_on = here
 
 
-def _refuse_recurrent(spec: ModelSpec) -> None:
-    if any(group.kind == "recurrent" for group in spec.groups):
+def _check_block_size(config: EngineConfig, spec: ModelSpec) -> None:
+    """Snapshots lie on block boundaries, and the delta rule is exact where its chunks end."""
+    recurrent = any(group.kind == "recurrent" for group in spec.groups)
+    if recurrent and config.block_size % CHUNK:
         raise ConfigError(
-            f"model_type {spec.family!r}: recurrent layers do not run in the engine yet"
+            f"block_size {config.block_size}: recurrent layers (model_type {spec.family!r}) need a "
+            f"multiple of {CHUNK}"
         )
 
 
@@ -177,21 +196,17 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def _group_facts(
     config: EngineConfig, spec: ModelSpec, layers: tuple[int, int], max_model_len: int
 ) -> tuple[GroupFacts, ...]:
-    lo, hi = layers
-    groups = spec.groups_in(lo, hi)
-    sizes = {g.name: spec.cache_bytes(g.name, lo, hi) * config.block_size for g in groups}
-    units = pool_units(config, sum(sizes.values()), max_model_len)
-    host_units = host_pool_units(config, sum(sizes.values()))
+    sizes = group_units(config, spec, layers, max_model_len)
     return tuple(
         GroupFacts(
-            name=g.name,
-            kind=g.kind,
-            units=units,
-            bytes_per_unit=sizes[g.name],
-            window=g.window,
-            host_units=host_units,
+            name=group.name,
+            kind=group.kind,
+            units=sizes[group.name].units,
+            bytes_per_unit=sizes[group.name].bytes_per_unit,
+            window=group.window,
+            host_units=sizes[group.name].host_units,
         )
-        for g in groups
+        for group in spec.groups_in(*layers)
     )
 
 
@@ -199,7 +214,8 @@ def _load(
     config: EngineConfig, spec: ModelSpec, layers: tuple[int, int], device: torch.device
 ) -> StageModel:
     lo, hi = layers
-    ops = select_ops(device)
+    recurrent = any(group.kind == "recurrent" for group in spec.groups_in(lo, hi))
+    ops = select_ops(device, recurrent=recurrent)
     dtype = compute_dtype(TORCH_DTYPES[spec.dtype], device)
     widened = spec.parameters_in(lo, hi) * dtype.itemsize
     if widened > WIDENED_MEMORY_SHARE * psutil.virtual_memory().available:

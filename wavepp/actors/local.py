@@ -33,13 +33,38 @@ logger = logging.getLogger(__name__)
 STOP_S_MAX = 30.0
 
 
+class Handover:
+    """Parcels on their way to one stage, in order.
+
+    Args:
+        blocking: `put` returns when the stage has taken the parcel, not before.
+    """
+
+    def __init__(self, *, blocking: bool) -> None:
+        self._parcels: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        self._taken = threading.Semaphore(0) if blocking else None
+
+    def put(self, parcel: Parcel) -> None:
+        """The stage before sends."""
+        self._parcels.put(parcel)
+        if self._taken is not None:
+            self._taken.acquire()
+
+    def get(self) -> Parcel:
+        """This stage receives; waits for a parcel."""
+        parcel = self._parcels.get()
+        if self._taken is not None:
+            self._taken.release()
+        return parcel
+
+
 class LocalStage:
     """One stage: its core, its LOOP thread and the two queues in front of it."""
 
     def __init__(self, config: EngineConfig, factory: ExecutorFactory, index: int) -> None:
         self.index = index
         self.schedules: queue.SimpleQueue[WaveSchedule | None] = queue.SimpleQueue()
-        self.parcels: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        self.parcels = Handover(blocking=config.admission == "serial")
         self.emit: Callable[[Parcel], None] = _no_successor
         self.core: StageCore | None = None
         self._config = config
@@ -80,6 +105,7 @@ class LocalStage:
                 prepared = core.prepare(schedule)
                 parcel = self.parcels.get() if self.index > 0 else None
                 self.emit(core.forward(prepared, parcel))
+                core.sent()
         finally:
             executor.close()
 

@@ -59,7 +59,8 @@ def _rounds(trace: Trace) -> Iterator[Event]:
 
 def _wave(trace: Trace, wave: Wave) -> Iterator[Event]:
     spans = {name: f"[{start}, {start + length})" for name, start, length in wave.spans}
-    told = {"args": {"tokens": wave.num_tokens, "spans": spans}, "name": f"wave {wave.number}"}
+    args = {"tokens": wave.num_tokens, "budget": wave.budget, "spans": spans}
+    told = {"args": args, "name": f"wave {wave.number}"}
     for times in wave.stages:
         pid = FIRST_STAGE + times.stage
         yield {**_slice(trace, (pid, PREPARE), times.prepare_from_s, times.prepared_s), **told}

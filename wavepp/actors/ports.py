@@ -18,15 +18,32 @@ from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSch
 from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced, StageStats
 from wavepp.units import RequestId, StageIndex, WaveNumber
 
-Carry = Mapping[str, Any]  # name -> tensor, as the model's spec declares at this boundary
+Carry = Mapping[str, Any]
+"""Name -> tensor [T, ...], as the model's spec declares at this boundary: one row a token, in the
+order of the spans."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTimes:
+    """What a device did with one wave, in seconds on its node's monotonic clock: copies from
+    `from_s`, computes from `computing_s` to `done_s`, is held by its sending until `sent_s`."""
+
+    from_s: float
+    computing_s: float
+    done_s: float
+    sent_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """What one stage made of one wave: a carry, or on the last stage the spans' outputs."""
+    """What one stage made of one wave: a carry, or on the last stage the spans' outputs.
+
+    `device`: when that was, if the executor knows better than who called it.
+    """
 
     carry: Carry | None = None
     outputs: tuple[SpanOutput, ...] = ()
+    device: DeviceTimes | None = None
 
 
 class StageExecutor(Protocol):
@@ -67,10 +84,14 @@ class StageReport:
     """What a stage says of one wave beside its result: how far it has applied the log, and when it
     did what, in seconds on its node's monotonic clock.
 
-        previous wave done .. prepare_from_s   no wave
+        previous wave sent .. prepare_from_s   no wave
         prepare_from_s .. prepared_s           materialize
         prepared_s .. forward_from_s           waiting for the activation
         forward_from_s .. done_s               busy
+        done_s .. next wave                    sending, where it holds the stage
+
+    Where the executor knows the device's times, the last two are the device's, which may not wait
+    for what comes before them here.
     """
 
     ack: StageAck
@@ -84,6 +105,11 @@ class StageReport:
         """Whose report."""
         return self.ack.stage
 
+    @property
+    def busy_s(self) -> float:
+        """How long the stage computed the wave."""
+        return self.done_s - self.forward_from_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
@@ -94,7 +120,8 @@ class Parcel:
         carry: for the next stage; None when no span is left to compute, and from the last stage.
         carried: the requests whose spans the carry holds, in schedule order.
         errors: one a failed span, by the first stage that failed it. A span that is carried none
-            the less (it failed after an upstream stage had computed it) is computed, and ignored.
+            the less (it failed after an upstream stage had computed it) is computed, and ignored;
+            where it has no place on a stage, its rows are dropped.
         reports: one per stage passed.
         fatal: a stage broke down and can't go on; the pipeline stops.
     """
@@ -167,7 +194,7 @@ class EngineBackend(Protocol):
             stream: keep what it produces for `more`.
 
         Raises:
-            RequestError: refused on arrival (S11); nothing was queued.
+            RequestError: refused on arrival; nothing was queued.
             QueueFullError: the queue limits are reached.
             EngineDeadError: the pipeline stopped for good.
         """

@@ -17,15 +17,23 @@ activations, later stages skip those spans and still do their bookkeeping for th
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from wavepp.actors.ports import Parcel, StageExecutor, StageOutput, StageReport
+from wavepp.actors.ports import (
+    Carry,
+    DeviceTimes,
+    Parcel,
+    StageExecutor,
+    StageOutput,
+    StageReport,
+)
 from wavepp.config import EngineConfig
 from wavepp.control.options import CacheOptions, cache_config
 from wavepp.control.stage import PreparedWave, StageControl
@@ -68,13 +76,38 @@ class TreeLock:
 
 @dataclass(slots=True)
 class LoopTimes:
-    """Seconds of the LOOP thread by what it was doing, since the start."""
+    """Seconds of the stage by what it was doing, from the start to the end of its latest wave."""
 
+    until_s: float
+    sent_s: float = -math.inf  # when the latest wave's parcel was off
     busy_s: float = 0.0
     no_wave_s: float = 0.0
     activation_s: float = 0.0
     materialize_s: float = 0.0
+    sending_s: float = 0.0
     waves: int = 0
+
+    def add(self, prepare_from_s: float, prepared_s: float, device: DeviceTimes) -> None:
+        """Adds a wave: every moment since the latest one's end counts once.
+
+            until_s | sending | no wave | materialize | activation | copies | busy | sending |
+
+        A device that was busy meanwhile did not wait for the preparing.
+        """
+        self.sending_s += self._spend(min(self.sent_s, device.from_s))
+        self.no_wave_s += self._spend(min(prepare_from_s, device.from_s))
+        self.materialize_s += self._spend(min(prepared_s, device.from_s))
+        self.activation_s += self._spend(device.from_s)
+        self.materialize_s += self._spend(device.computing_s)
+        self.busy_s += self._spend(device.done_s)
+        self.sending_s += self._spend(device.sent_s)
+        self.waves += 1
+
+    def _spend(self, at_s: float) -> float:
+        """The seconds until then; the next ones count from there."""
+        spent_s = max(at_s - self.until_s, 0.0)
+        self.until_s += spent_s
+        return spent_s
 
 
 class StageCore:
@@ -101,8 +134,7 @@ class StageCore:
         )
         self._violations = 0
         self._clock = clock
-        self._times = LoopTimes()
-        self._last_done_s = clock()
+        self._times = LoopTimes(until_s=clock())
         self._fatal: str | None = None
 
     # WAVE side
@@ -139,7 +171,9 @@ class StageCore:
                 "no_wave": times.no_wave_s,
                 "activation": times.activation_s,
                 "materialize": times.materialize_s,
+                "sending": times.sending_s,
             },
+            idle_s=max(self._clock() - times.until_s, 0.0),
             waves=times.waves,
             blocks_total=sum(group.units for group in groups),
             blocks_used=sum(group.units - group.free - group.reclaimable for group in groups),
@@ -156,6 +190,7 @@ class StageCore:
             lock_hold_max_s=self.tree_lock.hold_max_s,
             invariant_violations=self.control.violations,
             pid=os.getpid(),
+            cpu_s=time.process_time(),
         )
 
     async def stacks(self) -> str:
@@ -193,7 +228,7 @@ class StageCore:
             return Parcel(wave=before.wave, reports=before.reports, fatal=fatal)
         output, computed, failures = self._compute(prepared.wave, before, first=parcel is None)
         try:
-            report = self._finish(prepared, failures, from_s)
+            report = self._finish(prepared, failures, output.device or from_s)
         except (ProtocolError, AssertionError) as error:
             self._fatal = _describe(error)
             return Parcel(wave=before.wave, reports=before.reports, fatal=self._fatal)
@@ -207,6 +242,10 @@ class StageCore:
             reports=(*before.reports, report),
         )
 
+    def sent(self) -> None:
+        """The latest wave's parcel is off: what comes now is no sending any more."""
+        self._times.sent_s = self._clock()
+
     def _compute(
         self, wave: PreparedWave, before: Parcel, *, first: bool
     ) -> tuple[StageOutput, StageWork, tuple[ErrorRecord, ...]]:
@@ -219,13 +258,14 @@ class StageCore:
         spans = tuple(span for span in wave.work.spans if span.request_id in chosen)
         work = StageWork(wave=wave.work.wave, spans=spans)
         nothing = StageWork(wave=wave.work.wave, spans=())
-        if len(spans) < len(chosen):  # the carry holds spans that have no place here
-            lost = self._lost(work, failed, "another request failed in this wave", guilty=False)
-            return StageOutput(), nothing, _merge(failures, lost)
         if not spans:
             return StageOutput(), nothing, failures
+        carry = before.carry
+        if carry is not None and len(spans) < len(chosen):  # some have no place here
+            kept = {span.request_id for span in spans}
+            carry = keep_rows(carry, before.carried, kept, wave.schedule)
         try:
-            output = self.executor.forward(work, before.carry)
+            output = self.executor.forward(work, carry)
         except Exception as error:
             lost = self._lost(work, failed, _describe(error), guilty=len(spans) == 1)
             return StageOutput(), nothing, _merge(failures, lost)
@@ -245,26 +285,23 @@ class StageCore:
         )
 
     def _finish(
-        self, prepared: Prepared, failures: Collection[ErrorRecord], forward_from_s: float
+        self, prepared: Prepared, failures: Collection[ErrorRecord], since: DeviceTimes | float
     ) -> StageReport:
+        """Bookkeeping for a wave that is over; `since`: when its forward began, or the device's
+        own times."""
         assert prepared.wave is not None
         ack = self.control.finished(prepared.wave, failures)
+        now = self._clock()
+        device = since if isinstance(since, DeviceTimes) else _host_times(since, now)
         with self.tree_lock:
-            now = self._clock()
-            times = self._times
-            times.no_wave_s += prepared.from_s - self._last_done_s
-            times.materialize_s += prepared.done_s - prepared.from_s
-            times.activation_s += forward_from_s - prepared.done_s
-            times.busy_s += now - forward_from_s
-            times.waves += 1
-            self._last_done_s = now
+            self._times.add(prepared.from_s, prepared.done_s, device)
         self._report_violations()
         return StageReport(
             ack=ack,
             prepare_from_s=prepared.from_s,
             prepared_s=prepared.done_s,
-            forward_from_s=forward_from_s,
-            done_s=now,
+            forward_from_s=device.computing_s,
+            done_s=device.done_s,
         )
 
     def _lost(
@@ -289,6 +326,11 @@ class StageCore:
             logger.error("broken invariant: %s", self.control.violation)
 
 
+def _host_times(from_s: float, done_s: float) -> DeviceTimes:
+    """Of a device that is done when its host is."""
+    return DeviceTimes(from_s=from_s, computing_s=from_s, done_s=done_s, sent_s=done_s)
+
+
 def cache_options(config: EngineConfig) -> CacheOptions:
     """The part of the configuration that a stage caches by."""
     return CacheOptions(
@@ -297,7 +339,26 @@ def cache_options(config: EngineConfig) -> CacheOptions:
         snapshot_interval=config.snapshot_interval,
         max_snapshots_per_path=config.max_snapshots_per_path,
         enable_prefix_caching=config.enable_prefix_caching,
+        reservation=config.reservation,
     )
+
+
+def keep_rows(
+    carry: Carry, carried: Sequence[RequestId], kept: Collection[RequestId], wave: WaveSchedule
+) -> Carry:
+    """The rows of the kept spans alone, in their order.
+
+    Args:
+        carried: whose spans the carry holds now, in order. wave: how long each is.
+    """
+    lengths = {span.request_id: span.length for span in wave.spans}
+    rows: list[int] = []
+    start = 0
+    for name in carried:
+        end = start + lengths[name]
+        rows.extend(range(start, end) if name in kept else ())
+        start = end
+    return {name: tensor[rows] for name, tensor in carry.items()}
 
 
 def thread_stacks() -> str:

@@ -88,10 +88,11 @@ class StageTimes:
 
 @dataclass(slots=True)
 class Wave:
-    """One wave; `spans`: (request, start, length)."""
+    """One wave; `budget`: tokens the planner allowed it; `spans`: (request, start, length)."""
 
     number: int
     launched_s: float
+    budget: int
     spans: list[tuple[str, int, int]]
     stages: list[StageTimes] = field(default_factory=list)
     completed_s: float | None = None
@@ -285,7 +286,7 @@ class _Reader:
             case "SendRound":
                 self._sent(at_s, effect["messages"])
             case "LaunchWave":
-                self._launched(at_s, effect["schedule"])
+                self._launched(at_s, effect["schedule"], int(effect["budget"]))
             case "Finish":
                 self._finished(at_s, effect["result"])
 
@@ -312,10 +313,10 @@ class _Reader:
         text = f"claimed in round {number}, attempt {claim['attempt']}: candidate {claim['limit']}"
         request.note(at_s, text + (", ignoring the headroom" if claim["oversized"] else ""))
 
-    def _launched(self, at_s: float, schedule: Json) -> None:
+    def _launched(self, at_s: float, schedule: Json, budget: int) -> None:
         number = int(schedule["wave"])
         self._decisions(at_s, schedule["entries"], where=f"with wave {number}")
-        wave = Wave(number, at_s, [])
+        wave = Wave(number, at_s, budget, [])
         self._trace.waves[number] = wave
         for span in schedule["spans"]:
             name, start, length = span["request_id"], int(span["start"]), int(span["length"])

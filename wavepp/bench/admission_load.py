@@ -134,6 +134,7 @@ class Lives:
         assert vote.committed, vote
         assert vote.endpoint == limit, (vote, limit)
         self._hold("materialize", lambda: cache.materialize(name))
+        self._watch.time(f"settle, unlocked: {self._case}", cache.settle)
         for start, end in self._spans(limit, prompt.num_tokens):
             self._compute(name, prompt, start, end)
         self._hold("free", lambda: cache.free(name))

@@ -63,7 +63,7 @@ def read_rates(path: Path) -> dict[Cell, float]:
     try:
         report: Any = json.loads(path.read_text(encoding="utf-8"))
         rates = {
-            (str(row["workload"]), int(row["concurrency"]), int(row["prompt_len"])): float(
+            (_named(row), int(row["concurrency"]), int(row["prompt_len"])): float(
                 row["input_tok_s"]
             )
             for row in report["rows"]
@@ -76,6 +76,12 @@ def read_rates(path: Path) -> dict[Cell, float]:
     if slow:
         raise ConfigError(f"{path}: input_tok_s of {slow[0]} is not above 0")
     return rates
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """The workload, with its arrival rate where it has one."""
+    rate = row.get("request_rate")
+    return str(row["workload"]) if rate is None else f"{row['workload']} {float(rate):g}/s"
 
 
 def run(first: Path, second: Path) -> None:

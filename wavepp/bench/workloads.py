@@ -1,22 +1,26 @@
-"""Made prompts, the same for the same seed: cold, reuse and mixed.
+"""Made prompts, the same for the same seed.
 
 cold    every prompt is its own
 reuse   a shared prefix (one of a few), then a suffix of its own
 mixed   every second prompt is a reuse one, the others are cold
+storm   reuse, of which about half are aborted
+trace   the requests of a file, see `trace_file.py`
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 
+from wavepp.bench.closed_loop import Ask
 from wavepp.errors import ConfigError
 from wavepp.units import align_down
 from wavepp.validation import nearest
 
-WorkloadName = Literal["cold", "reuse", "mixed"]
+WorkloadName = Literal["cold", "reuse", "mixed", "storm", "trace"]
 WORKLOADS: tuple[WorkloadName, ...] = get_args(WorkloadName)
 SPECIAL_TOKENS = 3  # ids below this are often padding, begin and end: not drawn
 
@@ -66,9 +70,30 @@ def parse_workloads(text: str) -> tuple[WorkloadName, ...]:
     return tuple(names)
 
 
+def shares_prefixes(name: WorkloadName) -> bool:
+    """Whether its prompts begin with prefixes that are to be cached before."""
+    return name in ("reuse", "mixed", "storm")
+
+
 def prefixes(shape: Shape) -> list[list[int]]:
     """The shared prefixes: the same for all runs of a shape."""
     return [_draw(shape, shape.prefix_len, "prefix", place) for place in range(shape.num_prefixes)]
+
+
+def asks(name: WorkloadName, shape: Shape, count: int, run: int) -> list[Ask]:
+    """The requests of one timed run of a made workload; every run number has its own."""
+    made = []
+    for place, tokens in enumerate(prompts(name, shape, count, run)):
+        shared = name != "cold" and not (name == "mixed" and place % 2 == 0)
+        made.append(Ask(tokens=tokens, expected=shape.prefix_len if shared else 0))
+    return made
+
+
+def arriving(made: Sequence[Ask], rate: float, seed: int) -> list[Ask]:
+    """The same requests, arriving at random: `rate` a second, with exponential gaps."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    times = np.cumsum(rng.exponential(1.0 / rate, size=len(made)))
+    return [replace(ask, at_s=float(at_s)) for ask, at_s in zip(made, times, strict=True)]
 
 
 def prompts(name: WorkloadName, shape: Shape, count: int, run: int) -> list[list[int]]:

@@ -68,6 +68,20 @@ def _group_stats(pool: BlockPool) -> GroupStats:
     )
 
 
+def leftovers(parts: Parts) -> str | None:
+    """What is not given back though nobody holds anything; None: free + cached = pool. Sums."""
+    for pool in parts.pools:
+        if pool.available != pool.units or pool.promised:
+            return (
+                f"{pool.units - pool.available} of {pool.units} units and "
+                f"{pool.promised} promises of {pool.spec.name}"
+            )
+    slots = parts.slots
+    if slots.promised or len(slots.free) != slots.total:
+        return f"{slots.total - len(slots.free)} slots and {slots.promised} promises of slots"
+    return None
+
+
 def check(parts: Parts, owners: Owners) -> None:
     """Asserts every sum: pools, pins, reservations, floors, tree, hint index, working slots."""
     nodes = dict(_reachable(parts))

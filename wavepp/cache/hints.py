@@ -2,9 +2,9 @@
 touching the tree.
 
 Owns no block. Changed only when the tree changes: +1 when a block is attached, -1 when it is
-detached, gone at 0. Moving a block between device and host changes nothing here. Sharded by the
-first key of the path, so one look-up takes one shard's lock once, and so does one change. The
-locks are handed in. Paper, section on admission (reuse hints).
+detached (a little later, outside the tree mutex), gone at 0. Moving a block between device and host
+changes nothing here. Sharded by the first key of the path, so one look-up takes one shard's lock
+once, and so does one change. The locks are handed in. Paper, section on admission (reuse hints).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class HintIndex:
         self._tables: list[list[dict[bytes, int]]] = [
             [{} for _ in self._specs] for _ in range(shards)
         ]
+        self._owed: deque[tuple[int, int, list[bytes]]] = deque()
         self.version = 0
 
     def shard_of(self, first_key: bytes) -> int:
@@ -62,6 +63,23 @@ class HintIndex:
             if len(table) - known != len(keys):
                 _count_again(table, keys, len(table) - known)
             self.version += 1
+
+    def remove_later(self, shard: int, group: int, keys: list[bytes]) -> None:
+        """Uncounts detached blocks of one path when `settle` is called.
+
+        Thousands of keys take as long as all else that eviction does, and a hint may be stale: so
+        the tree mutex need not be held for it.
+        """
+        self._owed.append((shard, group, keys))
+
+    def settle(self) -> None:
+        """Uncounts what was detached. Needs no tree mutex."""
+        while self._owed:
+            try:
+                shard, group, keys = self._owed.popleft()
+            except IndexError:  # the other thread was faster
+                return
+            self.remove(shard, group, keys)
 
     def remove(self, shard: int, group: int, keys: Sequence[bytes]) -> None:
         """Uncounts detached blocks of one path."""
@@ -119,7 +137,8 @@ class HintIndex:
         return ReuseVote(attention=count * size, snapshots=vote.snapshots, sliding=vote.sliding)
 
     def counts(self) -> dict[tuple[int, int], dict[bytes, int]]:
-        """(shard, group) -> its non-empty table, copied: for checks."""
+        """(shard, group) -> its non-empty table, copied: for checks, one caller at a time."""
+        self.settle()
         return {
             (shard, group): dict(table)
             for shard, tables in enumerate(self._tables)

@@ -42,6 +42,14 @@ class Shift:
     release: list[Int32Array]
 
 
+def look(parts: Parts, prompt: Prompt, limit: int) -> ReuseVote:
+    """The exact walk up to `limit` blocks, without a pin. Owns nothing; floors aside."""
+    cap = min(limit, prompt.reuse_cap // parts.block_size)
+    if not parts.config.enable_prefix_caching:
+        return ReuseVote(attention=0)
+    return _vote(parts, parts.tree.walk(prompt, cap).places, bounded=False)
+
+
 def acquire(parts: Parts, attempt: int, prompt: Prompt, limit: int) -> tuple[Lease, ReuseVote]:
     """Walks up to `limit` blocks and pins the highest usable endpoint that keeps every floor."""
     cap = min(limit, prompt.reuse_cap // parts.block_size)

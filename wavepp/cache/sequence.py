@@ -28,6 +28,7 @@ from wavepp.cache.types import (
     NO_UNIT,
     Effect,
     Int32Array,
+    Materialized,
     Offload,
     Prompt,
     PublishOutcome,
@@ -35,6 +36,7 @@ from wavepp.cache.types import (
     ZeroSlot,
 )
 from wavepp.cache.windows import needed
+from wavepp.units import RequestId
 
 
 @dataclass(slots=True)
@@ -89,6 +91,21 @@ def materialize(parts: Parts, lease: Lease, escrow: Escrow) -> tuple[Sequence, t
     escrows.release(parts, escrow)
     leases.release(parts, lease)
     return sequence, tuple(effects)
+
+
+def describe(parts: Parts, request_id: RequestId, sequence: Sequence) -> Materialized:
+    """What a sequence owns, without effects."""
+    return Materialized(
+        request_id=request_id,
+        endpoint=sequence.endpoint * parts.block_size,
+        block_tables={
+            spec.name: table
+            for spec, table in zip(parts.specs, sequence.tables, strict=True)
+            if spec.paged
+        },
+        slot=sequence.slot,
+        effects=(),
+    )
 
 
 def _take_blocks(

@@ -2,14 +2,15 @@
 
 Owns the pools, the tree, the hint index and every lease, escrow and sequence of the stage.
 Synchronous, no clock, no thread: one caller at a time (the caller holds the stage's tree mutex),
-except `hint` and `hint_version`, which touch the sharded hint index only. Paper, section on
-admission.
+except `hint`, `settle` and `hint_version`, which touch the sharded hint index only. Paper, section
+on admission.
 
     announce    hint             owns nothing
     admit       claim            lease, prepare and, if the lease kept the limit, commit
     retry       move             new acquired before old released, all or nothing
     undo        undo             escrow first, then lease
-    first wave  materialize      the sequence owns its units; then escrow, then lease are released
+    first wave  install          what was not reserved is claimed now, or the request is refused
+                materialize      the sequence owns its units; then escrow, then lease are released
     each span   snapshot_orders -> execute -> publish -> snapshot_taken
     end         free             after the fence, whatever state the request is in
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from wavepp.cache import audit, snapshots
 from wavepp.cache import escrow as escrows
 from wavepp.cache import lease as leases
+from wavepp.cache import pledge as pledges
 from wavepp.cache import sequence as sequences
 from wavepp.cache.blocks import joined
 from wavepp.cache.escrow import Escrow
@@ -29,6 +31,7 @@ from wavepp.cache.hints import Locks
 from wavepp.cache.lease import Lease, Shift
 from wavepp.cache.lru import EMPTY
 from wavepp.cache.parts import build_parts
+from wavepp.cache.pledge import Pledge
 from wavepp.cache.reclaim import wipe
 from wavepp.cache.sequence import Sequence as RunningSequence
 from wavepp.cache.types import (
@@ -44,19 +47,21 @@ from wavepp.cache.types import (
     ReuseVote,
     SnapshotOrders,
 )
-from wavepp.cache.windows import demand
+from wavepp.cache.windows import demand_of_all
 from wavepp.errors import LocalProtocolError
 from wavepp.units import RequestId
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What one request holds on this stage; at least one of the three."""
+    """What one request holds here; `late`: room is claimed when the headroom matters no more."""
 
+    pledge: Pledge | None = None
     lease: Lease | None = None
     escrow: Escrow | None = None
     sequence: RunningSequence | None = None
     oversized: bool = False
+    late: bool = False
 
 
 class StageCache:
@@ -80,7 +85,7 @@ class StageCache:
 
     def fits(self, prompt: Prompt) -> Refusal | None:
         """None when an empty cache could hold the prompt; else why not (refuse it on arrival)."""
-        demands = self._demands(prompt, 0, [0] * len(self.config.groups))
+        demands = demand_of_all(self.config, prompt, 0, [0] * len(self.config.groups))
         for spec, units in zip(self.config.groups, demands, strict=True):
             if units > spec.units:
                 return Refusal(
@@ -93,10 +98,22 @@ class StageCache:
 
         Needs no tree mutex. The version is read first, so a change meanwhile shows as stale.
         """
+        self.settle()
         version = self._parts.hints.version
         if not self.config.enable_prefix_caching:
             return HintVote(reuse=ReuseVote(attention=0), version=version)
         return HintVote(reuse=self._parts.hints.look_up(prompt), version=version)
+
+    def settle(self) -> None:
+        """Lets the hint index follow what was evicted. Needs no tree mutex: call it after a hold
+        that may have evicted much; `hint` does too.
+        """
+        self._parts.hints.settle()
+
+    def walk(self, prompt: Prompt) -> HintVote:
+        """As `hint`, by the exact walk: for those who do not trust the index. Needs the mutex."""
+        limit = self._blocks(prompt.reuse_cap)
+        return HintVote(reuse=leases.look(self._parts, prompt, limit), version=self.hint_version)
 
     @property
     def hint_version(self) -> int:
@@ -129,6 +146,8 @@ class StageCache:
         Returns:
             a vote; with a refusal the lease is held and no escrow is: the caller undoes it.
         """
+        if self.config.reservation != "escrow":
+            return self._claim_unreserved(request_id, attempt, prompt, limit)
         vote = self.lease(request_id, attempt, prompt, limit)
         outcome = self.prepare(request_id, oversized=oversized)
         if outcome.refusal is not None:
@@ -194,10 +213,8 @@ class StageCache:
         holding = self._holding(request_id)
         lease = self._lease(holding, request_id)
         if holding.escrow is None or endpoint != lease.endpoint * self._size:
-            raise LocalProtocolError(
-                f"{request_id}: commit at {endpoint}, lease at {lease.endpoint * self._size}, "
-                f"escrow {'held' if holding.escrow else 'missing'}"
-            )
+            held = "held" if holding.escrow else "missing"
+            raise LocalProtocolError(f"{request_id}: commit at {endpoint}, escrow {held}: {lease}")
         outcome = self._reserve(holding, lease.endpoint, holding.escrow, None)
         if outcome.refusal is None:
             holding.escrow.committed = True
@@ -209,6 +226,8 @@ class StageCache:
         The new is acquired before the old is released, under this one call. On a refusal all is
         as before but the attempt's number. An escrow that was refused before is tried again.
         """
+        if self.config.reservation != "escrow":
+            return self._move_unreserved(request_id, attempt, limit)
         holding = self._holding(request_id)
         lease = self._lease(holding, request_id)
         if attempt <= lease.attempt:
@@ -240,13 +259,14 @@ class StageCache:
             holding.escrow = None
 
     def release_lease(self, request_id: RequestId) -> None:
-        """Unpins. The escrow must be gone. No effect without a lease."""
+        """Unpins, or takes a pledge back. The escrow must be gone. No effect without a lease."""
         holding = self._holdings.get(request_id)
-        if holding is None or holding.lease is None:
+        if holding is None or holding.sequence is not None:
             return
         if holding.escrow is not None:
             raise LocalProtocolError(f"{request_id}: the escrow is released before the lease")
-        leases.release(self._parts, holding.lease)
+        if holding.lease is not None:
+            leases.release(self._parts, holding.lease)
         del self._holdings[request_id]
 
     def undo(self, request_id: RequestId) -> None:
@@ -255,6 +275,33 @@ class StageCache:
         self.release_lease(request_id)
 
     # -- execution -------------------------------------------------------------------------------
+
+    def install(self, request_id: RequestId) -> Materialized | Refusal:
+        """Materialises an admitted request; what was not reserved before is claimed first.
+
+        Returns:
+            a refusal (never where escrows are made): nothing has changed, `free` is still to come.
+        """
+        if self.config.reservation == "escrow":
+            return self.materialize(request_id)
+        holding, pledge = self._holding(request_id), None
+        if holding.pledge is not None:
+            lease = pledges.redeem(self._parts, holding.pledge)
+            if isinstance(lease, Refusal):
+                return lease
+            holding.lease, holding.pledge, pledge = lease, None, holding.pledge
+        assert holding.lease is not None, request_id
+        escrow = escrows.empty_escrow(self._parts)
+        holding.late = True
+        outcome = self._reserve(holding, holding.lease.endpoint, escrow, None)
+        if outcome.refusal is None:
+            escrow.committed = True
+            holding.escrow = escrow
+            return self.materialize(request_id)
+        if pledge is not None:
+            leases.release(self._parts, holding.lease)
+            holding.lease, holding.pledge = None, pledge
+        return outcome.refusal
 
     def materialize(self, request_id: RequestId) -> Materialized:
         """Makes the sequence own its units; then releases escrow, then lease.
@@ -267,14 +314,14 @@ class StageCache:
             raise LocalProtocolError(f"{request_id} has no committed escrow")
         sequence, effects = sequences.materialize(self._parts, lease, holding.escrow)
         self._holdings[request_id] = _Holding(sequence=sequence)
-        return replace(self._describe(request_id, sequence), effects=effects)
+        return replace(sequences.describe(self._parts, request_id, sequence), effects=effects)
 
     def sequence(self, request_id: RequestId) -> Materialized | None:
         """The materialised sequence (without effects), or None."""
         holding = self._holdings.get(request_id)
         if holding is None or holding.sequence is None:
             return None
-        return self._describe(request_id, holding.sequence)
+        return sequences.describe(self._parts, request_id, holding.sequence)
 
     def snapshot_orders(
         self, request_id: RequestId, positions: Sequence[int], *, junctions: Sequence[int] = ()
@@ -342,16 +389,7 @@ class StageCache:
         """
         if self._holdings:
             return f"{len(self._holdings)} requests' leases, escrows or sequences"
-        for pool in self._parts.pools:
-            if pool.available != pool.units or pool.promised:
-                return (
-                    f"{pool.units - pool.available} of {pool.units} units and "
-                    f"{pool.promised} promises of {pool.spec.name}"
-                )
-        slots = self._parts.slots
-        if slots.promised or len(slots.free) != slots.total:
-            return f"{slots.total - len(slots.free)} slots and {slots.promised} promises of slots"
-        return None
+        return audit.leftovers(self._parts)
 
     def stats(self) -> CacheStats:
         """One snapshot of the numbers."""
@@ -403,12 +441,32 @@ class StageCache:
             raise LocalProtocolError(f"{request_id} is not materialised")
         return sequence
 
-    def _demands(self, prompt: Prompt, endpoint: int, host_blocks: Sequence[int]) -> list[int]:
-        caching = self.config.enable_prefix_caching
-        return [
-            demand(spec, prompt, endpoint, host, caching=caching)
-            for spec, host in zip(self.config.groups, host_blocks, strict=True)
-        ]
+    def _claim_unreserved(
+        self, request_id: RequestId, attempt: int, prompt: Prompt, limit: int
+    ) -> LeaseVote:
+        """A claim that reserves no room: pins alone, or a pledge. Refused only if it never fits."""
+        if self.config.reservation == "lease":
+            vote = self.lease(request_id, attempt, prompt, limit)
+        elif request_id in self._holdings:
+            raise LocalProtocolError(f"{request_id} already holds something on this stage")
+        else:
+            pledge, reuse = pledges.make(self._parts, attempt, prompt, self._blocks(limit))
+            self._holdings[request_id] = _Holding(pledge=pledge)
+            vote = self._vote(request_id, pledge, reuse)
+        refusal = self.fits(prompt)
+        kept = vote.endpoint == min(limit, prompt.reuse_cap)
+        return replace(vote, committed=kept and refusal is None, refusal=refusal)
+
+    def _move_unreserved(self, request_id: RequestId, attempt: int, limit: int) -> LeaseVote:
+        holding = self._holding(request_id)
+        held = holding.pledge or self._lease(holding, request_id)
+        if attempt <= held.attempt:
+            raise LocalProtocolError(f"{request_id}: attempt {attempt} after {held.attempt}")
+        held.attempt = attempt
+        if isinstance(held, Lease):
+            return replace(self.trim(request_id, limit), committed=True)
+        reuse = pledges.lower(self._parts, held, self._blocks(limit))
+        return replace(self._vote(request_id, held, reuse), committed=True)
 
     def _reserve(
         self, holding: _Holding, endpoint: int, escrow: Escrow, shift: Shift | None
@@ -416,12 +474,13 @@ class StageCache:
         """Brings the escrow to the demand at `endpoint` (in blocks), or says why not."""
         parts, lease = self._parts, holding.lease
         assert lease is not None
-        demands = self._demands(lease.prompt, endpoint, leases.host_blocks(parts, lease, endpoint))
+        host_blocks = leases.host_blocks(parts, lease, endpoint)
+        demands = demand_of_all(self.config, lease.prompt, endpoint, host_blocks)
         groups = range(len(parts.pools))
         alone = not any(
             other.lease is not None for other in self._holdings.values() if other is not holding
         )
-        without = holding.escrow is not None or (holding.oversized and alone)
+        without = holding.late or holding.escrow is not None or (holding.oversized and alone)
         substituted, refusal = escrows.reserve(
             parts,
             escrow,
@@ -439,23 +498,10 @@ class StageCache:
             refusal=refusal,
         )
 
-    def _vote(self, request_id: RequestId, lease: Lease, reuse: ReuseVote) -> LeaseVote:
+    def _vote(self, request_id: RequestId, lease: Lease | Pledge, reuse: ReuseVote) -> LeaseVote:
         return LeaseVote(
             request_id=request_id,
             attempt=lease.attempt,
             endpoint=lease.endpoint * self._size,
             reuse=reuse,
-        )
-
-    def _describe(self, request_id: RequestId, sequence: RunningSequence) -> Materialized:
-        return Materialized(
-            request_id=request_id,
-            endpoint=sequence.endpoint * self._size,
-            block_tables={
-                spec.name: table
-                for spec, table in zip(self.config.groups, sequence.tables, strict=True)
-                if spec.paged
-            },
-            slot=sequence.slot,
-            effects=(),
         )

@@ -339,7 +339,7 @@ class PrefixTree:
             if not node.children:
                 self._tidy(node)
         for shard, keys in gone.items():
-            self._hints.remove(shard, group, keys)
+            self._hints.remove_later(shard, group, keys)
         self._pools[group].owner[as_index(ids)] = -1
 
     def _empty_one(self, node: Node, group: int, offset: int, keys: list[bytes]) -> None:

@@ -23,6 +23,7 @@ Int32Array = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.integer[Any]]
 BoolArray = npt.NDArray[np.bool_]
 WindowKind = Literal["attention", "sliding", "recurrent"]
+Reservation = Literal["none", "lease", "escrow"]
 
 TOKEN_BYTES = 4
 NO_UNIT = -1  # in a block table: nothing is there (before a sliding window); in the tree: not held
@@ -72,6 +73,9 @@ class CacheConfig:
         max_snapshots_per_path: beyond it the middle of a path is thinned out.
         enable_prefix_caching: False: nothing is kept for reuse, every vote is 0.
         hint_shards: shards of the hint index, a power of two.
+        reservation: what an admitted request holds before it is materialised. escrow: its prefix is
+        pinned and its suffix has room. lease: pins only. none: nothing. With less than an escrow
+        room is claimed when the request is materialised, which may fail.
     """
 
     block_size: int
@@ -82,6 +86,7 @@ class CacheConfig:
     max_snapshots_per_path: int = 16
     enable_prefix_caching: bool = True
     hint_shards: int = 16
+    reservation: Reservation = "escrow"
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -239,9 +244,10 @@ class Refusal:
     capacity: other requests hold too much; try again when `StageCache.releases` has grown.
     slots: every working slot is taken or promised.
     never_fits: not even an empty pool would do.
+    gone: the agreed prefix, which nobody pinned, is not there any more (blocks of it).
     """
 
-    reason: Literal["capacity", "slots", "never_fits"]
+    reason: Literal["capacity", "slots", "never_fits", "gone"]
     group: str
     needed: int
     available: int

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from wavepp.cache.types import BoolArray, GroupSpec, Prompt, ReuseVote
+from wavepp.cache.types import BoolArray, CacheConfig, GroupSpec, Prompt, ReuseVote
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -120,3 +120,14 @@ def demand(
     beside_lease = spec.units - (1 if endpoint > 0 else 0)
     takes_tail = caching and beside_lease > 0 and prompt.tail // prompt.block_size > endpoint
     return 1 if takes_tail else 0
+
+
+def demand_of_all(
+    config: CacheConfig, prompt: Prompt, endpoint: int, host_blocks: Sequence[int]
+) -> list[int]:
+    """`demand` of every group."""
+    caching = config.enable_prefix_caching
+    return [
+        demand(spec, prompt, endpoint, host, caching=caching)
+        for spec, host in zip(config.groups, host_blocks, strict=True)
+    ]

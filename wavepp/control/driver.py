@@ -31,17 +31,16 @@ from wavepp.control.facts import (
     TimerFired,
     WaveCompleted,
 )
-from wavepp.control.limits import Limits, build_limits, refusal
+from wavepp.control.limits import Limits, build_limits, leader_options, refusal
 from wavepp.control.log import DecisionLog
 from wavepp.control.options import DriverOptions
+from wavepp.control.planning import WavePlanning
 from wavepp.control.rounds import Rounds, make_record
 from wavepp.control.states import RequestState
 from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts
 from wavepp.errors import QueueFullError, RequestError
+from wavepp.planner.demand import Demand
 from wavepp.planner.packing import Cut
-from wavepp.planner.planner import GreedyPlanner
-from wavepp.planner.ring import Ring
-from wavepp.protocol.books import LeaderOptions
 from wavepp.protocol.facts import (
     AttemptFailed,
     LeaderEffect,
@@ -51,6 +50,7 @@ from wavepp.protocol.facts import (
     RequestCancelled,
     RequestFailed,
     RequestServed,
+    RolledBack,
     SpanPlanned,
     StageAnswered,
     StageCounted,
@@ -58,7 +58,7 @@ from wavepp.protocol.facts import (
 )
 from wavepp.protocol.leader import LeaderMachine
 from wavepp.protocol.messages import Admit, Decision, SpanPlan, StageAck, WaveSchedule
-from wavepp.protocol.states import ADMITTED
+from wavepp.protocol.states import ADMITTED, QUEUED, Phase
 from wavepp.requests import FinishReason, Produced
 from wavepp.units import LogNumber, RequestId, WaveNumber
 
@@ -85,7 +85,8 @@ class DriverControl:
         hash_bytes: of block keys; a test may hand in a bad one.
 
     Raises:
-        ConfigError: the stages disagree on what must be equal.
+        ConfigError: the stages disagree on what must be equal, or wave sizes do not fit their
+            blocks.
     """
 
     def __init__(
@@ -101,18 +102,16 @@ class DriverControl:
         self.options = options
         self.log = DecisionLog(len(facts))
         self.rounds = Rounds(self.log, num_stages=len(facts), epoch=options.epoch)
-        self.ring: Ring[WaveSchedule] = Ring(options.ring_depth)
-        self.leader = LeaderMachine(_leader_options(options, self.limits, len(facts)))
-        self.planner = GreedyPlanner(
-            wave_tokens_max=options.wave_tokens_max, block_size=self.limits.block_size
-        )
+        self.waves = WavePlanning(options, block_size=self.limits.block_size, num_stages=len(facts))
+        self.ring = self.waves.ring
+        self.leader = LeaderMachine(leader_options(options, self.limits, len(facts)))
         self.counters = Counters()
         self.progress_s = 0.0  # when something last came back, or the first of it went out
-        self._work_wanted = len(facts) * (options.wave_tokens_min or options.wave_tokens_max)
         self._hash_bytes = hash_bytes
         self._live: dict[str, RequestState] = {}  # by the user's id
         self._by_id: dict[RequestId, RequestState] = {}
         self._serial = 0
+        self._admitting: RequestId | None = None  # in serial admission: whom the planner waits for
 
     @property
     def num_live(self) -> int:
@@ -127,7 +126,10 @@ class DriverControl:
     @property
     def next_timer(self) -> float | None:
         """When to say TimerFired if nothing else happens before; None: no need to."""
-        return None if self.rounds.is_out else self.leader.next_timer()
+        timers = [self.waves.wait_until]
+        if not self.rounds.is_out:
+            timers.append(self.leader.next_timer())
+        return min((timer for timer in timers if timer is not None), default=None)
 
     def lease_times(self) -> list[float]:
         """When each lease that is not materialised everywhere was asked for."""
@@ -159,6 +161,7 @@ class DriverControl:
         match fact:
             case Arrived(arrival=arrival):
                 self._arrived(arrival, now)
+                self.waves.next_turn()
             case AbortRequested(user_id=user_id):
                 state = self._live.get(user_id)
                 if state is not None:
@@ -298,6 +301,7 @@ class DriverControl:
             state.admitted_s = now
             self.counters.prefix_queries += state.prompt.num_tokens
             self.counters.prefix_hits += decision.endpoint
+            state.admitted_as = self.log.last + 1
         return self.log.append(decision)
 
     def _answered(self, fact: RoundAnswered, now: float) -> list[Effect]:
@@ -319,7 +323,7 @@ class DriverControl:
     # -- waves that came back ----------------------------------------------------------------------
 
     def _completed(self, fact: WaveCompleted, now: float) -> list[Effect]:
-        schedule = self.ring.complete(fact.wave)
+        schedule = self.waves.complete(fact.wave, fact.stage_seconds, failed=bool(fact.errors))
         for ack in fact.acks:
             self.log.acknowledge(ack)
             self._counted(ack, now)
@@ -376,8 +380,18 @@ class DriverControl:
         return [TellProduced(user_id=state.arrival.user_id, produced=produced)]
 
     def _failed(self, state: RequestState, record: ErrorRecord, now: float) -> list[Effect]:
+        why = record.rollback
+        if why is not None and (why.refusal.reason == "gone" or not why.alone):
+            state.restart(failed=False)
+            fact = RolledBack(
+                request_id=state.request_id,
+                stage=record.stage,
+                refusal=why.refusal,
+                releases=why.releases,
+            )
+            return self._tell(fact, now)
         state.restart()
-        if record.guilty or state.failures >= FAILURES_MAX:
+        if record.guilty or why is not None or state.failures >= FAILURES_MAX:
             message = f"stage {record.stage}: {record.message}"
             return [self._end(state, "error", now=now, error=message)]
         return self._tell(AttemptFailed(request_id=state.request_id), now)
@@ -386,31 +400,59 @@ class DriverControl:
 
     def _turn(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while self.ring.has_room and (schedule := self._plan(now)) is not None:
-            effects.append(LaunchWave(schedule=schedule))
+        self.waves.wait_until = None
+        if self._is_admitting_one():
+            if not self.rounds.is_out and (step := self._round(now)) is not None:
+                effects.append(step)
+            if self.rounds.is_out and self._is_admitting_one():
+                return effects
+        self._admitting = None
+        while self.ring.has_room and (launch := self._plan(now)) is not None:
+            effects.append(launch)
         if not self.rounds.is_out and (order := self._round(now)) is not None:
             effects.append(order)
         return effects
 
-    def _plan(self, now: float) -> WaveSchedule | None:
-        pieces = []
-        for record in self.leader.admitted:
-            piece = self._by_id[record.request_id].piece(record.run.planned)
-            if piece is not None:
-                pieces.append(piece)
-        cuts = self.planner.plan(pieces, now=now)
-        if not cuts:
+    def _is_admitting_one(self) -> bool:
+        """Serial admission is inside the planning loop: nothing is planned between a request's
+        first walk and the word of every stage that it was enqueued, or that it has to wait."""
+        if self._admitting is None:
+            return False
+        record = self.leader.record(self._admitting)
+        if record is None or record.phase in (Phase.DEFERRED, Phase.WAITING):
+            return False
+        is_enqueued = self.log.acked_min >= self._by_id[record.request_id].admitted_as
+        return record.phase not in ADMITTED or not is_enqueued
+
+    def _demand(self) -> Demand:
+        """What admitted requests have left to plan, first come first served, and what of them is
+        under way."""
+        left = (
+            self._by_id[record.request_id].piece(record.run.planned)
+            for record in self.leader.admitted
+        )
+        return self.waves.demand(
+            (piece for piece in left if piece is not None),
+            self._is_live,
+            in_admission=self.leader.in_admission,
+        )
+
+    def _plan(self, now: float) -> LaunchWave | None:
+        """The next wave. Every span of a plan is accepted: an admitted request has its lane and
+        its capacity."""
+        plan = self.waves.plan(self._demand(), now=now)
+        if not plan.cuts:
             return None
         number = self.ring.next_number
         schedule = WaveSchedule(
             epoch=self.options.epoch,
             wave=number,
-            spans=tuple(self._span(cut, number, now) for cut in cuts),
+            spans=tuple(self._span(cut, number, now) for cut in plan.cuts),
             apply_to=self.log.last,
             entries=self.log.unacked(),
         )
-        self.ring.launch(number, schedule)
-        return schedule
+        self.waves.launch(schedule, plan.cuts, now=now)
+        return LaunchWave(schedule=schedule, budget=plan.budget)
 
     def _span(self, cut: Cut, number: WaveNumber, now: float) -> SpanPlan:
         state, record = self._by_id[cut.request_id], self.leader.record(cut.request_id)
@@ -431,17 +473,25 @@ class DriverControl:
             produced=state.produced_in(cut.start, cut.length),
         )
 
+    def _may_claim(self, request_id: RequestId | None) -> bool:
+        record = None if request_id is None else self.leader.record(request_id)
+        return record is not None and record.phase in QUEUED
+
     def _round(self, now: float) -> SendRound | None:
         """The next round, if there is anything to say. The log is flushed when no wave will bring
         it, or when somebody waits for what it gives back."""
         somebody_waits = not len(self.ring) or self.leader.num_waiting > 0
+        enqueues = self._is_admitting_one() and not self._may_claim(self._admitting)
         plan = self.leader.next_round(
             now=now,
-            work_wanted=max(self._work_wanted - self._work(), 0),
-            flush=somebody_waits and bool(self.log.unacked()),
+            work_wanted=self.waves.work_wanted(self._demand()),
+            flush=(somebody_waits or enqueues) and bool(self.log.unacked()),
+            nobody_new=enqueues,
         )
         if plan is None:
             return None
+        if self.options.admission == "serial" and not enqueues:
+            self._admitting = plan.subject
         for decision in plan.decisions:
             self._log(decision, now)
         prompts = [
@@ -449,22 +499,3 @@ class DriverControl:
             for announce in plan.announce
         ]
         return SendRound(messages=self.rounds.send(prompts, plan.ask))
-
-    def _work(self) -> int:
-        """W: tokens of admitted requests that did not come back yet."""
-        return sum(
-            self._by_id[record.request_id].known - record.run.computed
-            for record in self.leader.admitted
-        )
-
-
-def _leader_options(options: DriverOptions, limits: Limits, num_stages: int) -> LeaderOptions:
-    return LeaderOptions(
-        num_stages=num_stages,
-        block_size=limits.block_size,
-        lanes_max=options.max_num_seqs,
-        agreement=options.agreement,
-        oversized_over=limits.oversized_over,
-        defer_shared_prefix=options.defer_shared_prefix,
-        defer_max_s=options.defer_max_s,
-    )

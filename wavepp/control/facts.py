@@ -72,12 +72,14 @@ class WaveCompleted:
         outputs: of the last stage, for the spans that did not fail.
         errors: one record per span that some stage could not run.
         acks: one per stage, as of the end of this wave there.
+        stage_seconds: how long each stage computed it, first stage first; empty: nobody knows.
     """
 
     wave: WaveNumber
     outputs: tuple[SpanOutput, ...]
     errors: tuple[ErrorRecord, ...]
     acks: tuple[StageAck, ...]
+    stage_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,13 @@ class SendRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWave:
-    """Put the wave into the data plane, in the order of effects; answer with WaveCompleted."""
+    """Put the wave into the data plane, in the order of effects; answer with WaveCompleted.
+
+    `budget`: tokens the planner allowed it, for whoever looks on.
+    """
 
     schedule: WaveSchedule
+    budget: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

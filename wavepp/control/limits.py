@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wavepp.control.facts import Arrival
-from wavepp.control.options import cache_groups
+from wavepp.control.options import DriverOptions, cache_groups
 from wavepp.control.work import GroupFacts, StageFacts
 from wavepp.errors import ConfigError, RequestError
+from wavepp.protocol.books import LeaderOptions
 from wavepp.protocol.capacity import smallest_capacity
 from wavepp.units import ceil_div
 
@@ -140,3 +141,17 @@ def _smallest(facts: Sequence[StageFacts]) -> Smallest | None:
         return None
     stage, group = min(pools, key=lambda pool: pool[1].units)
     return Smallest(units=group.units, stage=stage.stage, group=group.name)
+
+
+def leader_options(options: DriverOptions, limits: Limits, num_stages: int) -> LeaderOptions:
+    """What the leader of so many stages decides by."""
+    return LeaderOptions(
+        num_stages=num_stages,
+        block_size=limits.block_size,
+        lanes_max=options.max_num_seqs,
+        admission=options.admission,
+        agreement=options.agreement,
+        oversized_over=limits.oversized_over if options.reservation == "escrow" else None,
+        defer_shared_prefix=options.defer_shared_prefix,
+        defer_max_s=options.defer_max_s,
+    )

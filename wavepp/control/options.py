@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wavepp.cache.types import CacheConfig, GroupSpec
+from wavepp.cache.types import CacheConfig, GroupSpec, Reservation
 from wavepp.control.work import StageFacts
+from wavepp.planner.factory import PROGRESS_DEADLINE_S, PlannerName
 from wavepp.protocol.agreement import Agreement
+from wavepp.protocol.books import AdmissionMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +19,7 @@ class DriverOptions:
     """The configuration as numbers; names as in EngineConfig.
 
     Attributes:
-        ring_depth: R. wave_tokens_max: M. wave_tokens_min: b_min; None: M.
+        ring_depth: R. wave_tokens_max: M. wave_tokens_min: b_min; None: M. pipeline_fill: F.
         headroom_tokens: 2PM, what admission leaves free on every stage.
     """
 
@@ -25,10 +27,15 @@ class DriverOptions:
     wave_tokens_max: int
     max_num_seqs: int
     wave_tokens_min: int | None = None
+    planner: PlannerName = "mpu"
+    pipeline_fill: int = 2
+    progress_deadline_s: float = PROGRESS_DEADLINE_S
     max_model_len: int | None = None
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     headroom_tokens: int = 0
+    admission: AdmissionMode = "wave"
+    reservation: Reservation = "escrow"
     agreement: Agreement = "set"
     defer_shared_prefix: bool = True
     defer_max_s: float = 1.0
@@ -44,6 +51,7 @@ class CacheOptions:
     snapshot_interval: int | None = None
     max_snapshots_per_path: int = 16
     enable_prefix_caching: bool = True
+    reservation: Reservation = "escrow"
 
 
 def cache_groups(facts: StageFacts) -> tuple[GroupSpec, ...]:
@@ -74,4 +82,5 @@ def cache_config(facts: StageFacts, options: CacheOptions) -> CacheConfig:
         snapshot_interval=options.snapshot_interval,
         max_snapshots_per_path=options.max_snapshots_per_path,
         enable_prefix_caching=options.enable_prefix_caching,
+        reservation=options.reservation,
     )

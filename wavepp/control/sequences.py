@@ -15,7 +15,7 @@ import numpy as np
 
 from wavepp.cache.keys import make_prompt, split_keys
 from wavepp.cache.store import StageCache
-from wavepp.cache.types import Effect, Int32Array, Prompt, SnapshotOrders
+from wavepp.cache.types import Effect, Int32Array, Prompt, Refusal, SnapshotOrders
 from wavepp.control.work import Sampling, SpanWork
 from wavepp.planner.snapshots import SnapshotWants, place_snapshots
 from wavepp.protocol.messages import PromptRecord, SpanPlan
@@ -104,14 +104,19 @@ class SequenceTable:
 
     def extend(
         self, sequence: StageSequence, span: SpanPlan, *, junctions: tuple[int, ...]
-    ) -> tuple[SpanWork, tuple[Effect, ...]]:
+    ) -> tuple[SpanWork, tuple[Effect, ...]] | Refusal:
         """Moves the position over the span, and says what is to be computed and copied before.
 
         Args:
             junctions: where snapshots of this request are worth keeping for others.
+
+        Returns:
+            a refusal where the request had not reserved what it needs; it is where it was.
         """
         assert span.start == sequence.position, (span, sequence.position)
         effects = self._materialize(sequence)
+        if isinstance(effects, Refusal):
+            return effects
         assert sequence.tables is not None, span
         end = span.start + span.length
         tokens, next_token_id = _tokens(sequence.asked.prompt, span)
@@ -156,11 +161,13 @@ class SequenceTable:
         assert len(set(names)) == len(names), names
         assert set(names) <= set(self._cache.held()), (names, self._cache.held())
 
-    def _materialize(self, sequence: StageSequence) -> tuple[Effect, ...]:
+    def _materialize(self, sequence: StageSequence) -> tuple[Effect, ...] | Refusal:
         """The first wave that names the request: it gets blocks of its own."""
         if sequence.tables is not None:
             return ()
-        owned = self._cache.materialize(sequence.key.request_id)
+        owned = self._cache.install(sequence.key.request_id)
+        if isinstance(owned, Refusal):
+            return owned
         assert owned.endpoint == sequence.position, (owned.endpoint, sequence.position)
         sequence.tables, sequence.slot = owned.block_tables, owned.slot
         return owned.effects

@@ -21,11 +21,11 @@ from typing import Any
 
 from wavepp.cache.hints import Locks
 from wavepp.cache.store import StageCache
-from wavepp.cache.types import Effect
+from wavepp.cache.types import Effect, Refusal
 from wavepp.control.log import AppliedLog
 from wavepp.control.options import CacheOptions, cache_config
 from wavepp.control.sequences import Asked, AttemptKey, SequenceTable, StageSequence, unpack
-from wavepp.control.work import ErrorRecord, SpanWork, StageFacts, StageWork
+from wavepp.control.work import ErrorRecord, Rollback, SpanWork, StageFacts, StageWork
 from wavepp.errors import RemoteProtocolError
 from wavepp.protocol.messages import (
     Abort,
@@ -128,15 +128,22 @@ class StageControl:
                 vote = self.machine.claim(claim)
             if vote is not None:
                 votes.append(vote)
+        hints = [self._hint(name, exact=ask.exact) for name in ask.hints]
         with self._lock:
-            prompts = [(name, self.machine.prompt_to_hint(name)) for name in ask.hints]
-        hints = tuple(
-            HintReply(request_id=name, hint=self.cache.hint(prompt))
-            for name, prompt in prompts
-            if prompt is not None  # it ended meanwhile
-        )
+            return RoundAnswer(
+                hints=tuple(hint for hint in hints if hint is not None),
+                votes=(*self.machine.end_round(), *votes),
+            )
+
+    def _hint(self, name: RequestId, *, exact: bool) -> HintReply | None:
+        """None: it ended meanwhile. Only the exact walk is done under the lock."""
         with self._lock:
-            return RoundAnswer(hints=hints, votes=(*self.machine.end_round(), *votes))
+            prompt = self.machine.prompt_to_hint(name)
+            if prompt is None:
+                return None
+            if exact:
+                return HintReply(request_id=name, hint=self.cache.walk(prompt))
+        return HintReply(request_id=name, hint=self.cache.hint(prompt))
 
     def _store(self, record: PromptRecord, asked: Asked) -> None:
         assert record.announced <= self._log.applied, (record.announced, self._log.applied)
@@ -169,7 +176,12 @@ class StageControl:
                     errors.append(self._misplaced(sequence, span))
                     continue
                 junctions = self.machine.junctions(span.request_id)
-                work, copies = self.sequences.extend(sequence, span, junctions=junctions)
+                made = self.sequences.extend(sequence, span, junctions=junctions)
+                if isinstance(made, Refusal):
+                    errors.append(self._rolled_back(sequence, span, made))
+                    continue
+            self.cache.settle()
+            work, copies = made
             works.append(work)
             effects.extend(copies)
             if sequence.failure is not None:
@@ -228,6 +240,7 @@ class StageControl:
         with self._lock:
             self.cache.reset()
             groups = self.cache.stats().groups
+        self.cache.settle()
         return not any(group.cached or group.host_cached for group in groups)
 
     def check(self) -> None:
@@ -314,6 +327,24 @@ class StageControl:
         first = sequence.failure is None
         sequence.failure = message if sequence.failure is None else sequence.failure
         return self._error(span, sequence.failure, guilty=first)
+
+    def _rolled_back(
+        self, sequence: StageSequence, span: SpanPlan, refusal: Refusal
+    ) -> ErrorRecord:
+        """The request had reserved too little. What it holds goes behind its fence."""
+        self.machine.rolled_back(span.request_id)
+        sequence.failure = f"rolled back: {refusal}"
+        return ErrorRecord(
+            request_id=span.request_id,
+            stage=self.stage,
+            message=sequence.failure,
+            guilty=False,
+            rollback=Rollback(
+                refusal=refusal,
+                releases=self.machine.counters.releases,
+                alone=self.cache.held() == (span.request_id,),
+            ),
+        )
 
     def _error(self, span: SpanPlan, message: str, *, guilty: bool) -> ErrorRecord:
         return ErrorRecord(

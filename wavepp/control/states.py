@@ -28,7 +28,8 @@ class RequestState:
         prompt: tokens and block keys, made once.
         failures: failed waves it was in.
         produced: stays when an attempt fails: the caller may have been told of it.
-        prompt_logprobs: scores of tokens 1, 2, ... gathered so far.
+        prompt_logprobs: scores of prompt tokens 1, 2, ... gathered so far.
+        admitted_as: the log number of its latest admission.
     """
 
     request_id: RequestId
@@ -41,6 +42,7 @@ class RequestState:
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     hint_s: float | None = None
     admitted_s: float | None = None
+    admitted_as: int = 0
     first_wave_s: float | None = None
     first_token_s: float | None = None
 
@@ -71,10 +73,10 @@ class RequestState:
         count = self.prompt.num_tokens
         return tuple(self.produced[max(start - count, 0) : max(start + length - count, 0)])
 
-    def restart(self) -> None:
+    def restart(self, *, failed: bool = True) -> None:
         """A new attempt: what was computed so far is computed again, with the tokens produced so
-        far behind the prompt."""
-        self.failures += 1
+        far behind the prompt. `failed`: a wave of the last attempt did."""
+        self.failures += failed
         self.prompt_logprobs.clear()
 
     def result(

@@ -1,4 +1,6 @@
-"""The work one stage is given for one wave, and what comes of it (S7).
+"""The work one stage is given for one wave, and what comes of it.
+
+Paper, section on the execution ring.
 
 Plain data between the pure control (which decides) and a stage executor (which computes): numpy and
 ints, no tensors. A span is [start, start + length) of one request's tokens. Its block table covers
@@ -19,7 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from wavepp.cache.types import Effect, SnapshotOrder
+from wavepp.cache.types import Effect, Refusal, SnapshotOrder
 from wavepp.requests import PositionLogprobs
 from wavepp.units import RequestId, StageIndex, WaveNumber
 
@@ -28,7 +30,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to turn the last position's logits into a token (S10)."""
+    """How to turn the last position's logits into a token."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -97,17 +99,32 @@ class SpanOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """Why an admitted request that had reserved too little could not be materialised.
+
+    Attributes:
+        releases: the stage's count of releases then.
+        alone: nobody else held anything there, so no release will help.
+    """
+
+    refusal: Refusal
+    releases: int
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRecord:
-    """A failure that travels beside the activations instead of being raised (S7).
+    """A failure that travels beside the activations instead of being raised.
 
     `guilty` is False for requests that only shared the wave with the failure: they are admitted
-    again.
+    again. `rollback`: nothing failed, there was no room for it: it is admitted again, too.
     """
 
     request_id: RequestId
     stage: StageIndex
     message: str
     guilty: bool
+    rollback: Rollback | None = None
 
 
 GroupKind = Literal["attention", "sliding", "recurrent"]
@@ -115,7 +132,7 @@ GroupKind = Literal["attention", "sliding", "recurrent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """One cache group of one stage: its rule (S3.1) and how much of it there is.
+    """One cache group of one stage: its rule for reuse and how much of it there is.
 
     For attention and sliding groups a unit is a block of B tokens; for recurrent ones it is one
     snapshot (working slots are apart: `max_num_seqs` of them). `host_units`: the same on the host.
@@ -131,7 +148,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFacts:
-    """What a stage tells the driver when it starts: topology and capacities, once (S5)."""
+    """What a stage tells the driver when it starts: topology and capacities, once."""
 
     stage: StageIndex
     layers: tuple[int, int]

@@ -103,9 +103,26 @@ class SparseRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedSpans:
+    """The spans as they were given, for kernels that read block tables themselves.
+
+    Attributes:
+        extents: (start, length) of every span.
+        tables: block ids of every span; block i of it holds tokens [iB, (i+1)B).
+        window: sliding window in tokens; None sees everything.
+    """
+
+    extents: tuple[tuple[int, int], ...]
+    tables: tuple[Int32Array, ...]
+    block_size: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """One cache group's part of a wave: the slot each row is written to, and the calls to make."""
 
+    spans: PagedSpans
     slots: Rows
     batches: tuple[SpanBatch, ...]
     bands: tuple[BandBatch, ...]
@@ -172,7 +189,11 @@ def plan_attention(
         row += length
     batches = [_batch(group, block_size, device) for group in _gather(pieces)]
     return AttentionPlan(
-        _rows(np.concatenate(written), device), tuple(batches), tuple(bands), tuple(sparse)
+        PagedSpans(tuple(extents), tuple(tables), block_size, window),
+        _rows(np.concatenate(written), device),
+        tuple(batches),
+        tuple(bands),
+        tuple(sparse),
     )
 
 

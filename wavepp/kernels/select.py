@@ -14,19 +14,31 @@ from typing import Any
 
 import torch
 
+from wavepp.errors import ConfigError
 from wavepp.kernels import torch_attention, torch_delta, torch_dsa, torch_mla, torch_moe, torch_ref
 from wavepp.kernels.api import Ops
+from wavepp.kernels.fla_delta import FlaDelta
+from wavepp.kernels.flashinfer_attention import FlashInferAttention, load_flashinfer
 
 
 def select_ops(
-    device: torch.device, overrides: Mapping[str, Callable[..., Any]] | None = None
+    device: torch.device,
+    overrides: Mapping[str, Callable[..., Any]] | None = None,
+    *,
+    recurrent: bool = False,
 ) -> Ops:
     """The operations for `device`, with `overrides` (operation name -> function) on top.
 
+    Args:
+        recurrent: the model has recurrent layers.
+
     Raises:
+        ConfigError: the device's kernels are not installed.
         ValueError: an override that names no operation.
     """
     ops = _torch_ops()
+    if device.type == "cuda":
+        ops = _cuda_ops(ops, device, recurrent=recurrent)
     if not overrides:
         return ops
     known = {field.name for field in dataclasses.fields(Ops)}
@@ -47,6 +59,23 @@ def _has_tile_units(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return bool(torch.cpu._is_amx_fp16_supported())
     return bool(torch.cpu._is_amx_tile_supported())
+
+
+def _cuda_ops(ops: Ops, device: torch.device, *, recurrent: bool) -> Ops:
+    """Torch operations, and kernels of libraries where there are some. Not run on a GPU."""
+    try:
+        attention = FlashInferAttention(load_flashinfer(), device)
+        ops = dataclasses.replace(
+            ops, attn_paged=attention.attn_paged, mla_paged=attention.mla_paged
+        )
+        if recurrent:
+            delta = FlaDelta()
+            ops = dataclasses.replace(ops, short_conv=delta.short_conv, delta_rule=delta.delta_rule)
+    except ImportError as error:
+        raise ConfigError(
+            f"device cuda: {error.name or error} is not installed: pip install 'wavepp[cuda]'"
+        ) from None
+    return ops
 
 
 def _torch_ops() -> Ops:

@@ -74,7 +74,11 @@ def delta_rule(inputs: DeltaInputs, pool: Tensor, spans: Sequence[StateSpan]) ->
         [T, H, V] in the dtype of v.
     """
     out = torch.empty_like(inputs.v)
-    chunks = chunks_of(spans)
+    steps = [span for span in spans if span.length == 1]
+    if steps:
+        _one_step(inputs, pool, steps, out)
+    longer = [span for span in spans if span.length > 1]
+    chunks = chunks_of(longer)
     heads, key_dim = inputs.v.shape[1], inputs.k.shape[-1]
     step = max(1, TILE_ELEMENTS // (heads * CHUNK * key_dim))
     state = torch.empty(pool.shape[1:], dtype=torch.float32, device=pool.device)
@@ -82,7 +86,7 @@ def delta_rule(inputs: DeltaInputs, pool: Tensor, spans: Sequence[StateSpan]) ->
         tile = chunks[begin : begin + step]
         parts = _inside(inputs, tile)
         for n, chunk in enumerate(tile):
-            slots = spans[chunk.span].slots
+            slots = longer[chunk.span].slots
             if chunk.is_first:
                 state = _initial(state, pool, slots.read_slot)
             result, state = _step(parts, n, state)
@@ -93,6 +97,28 @@ def delta_rule(inputs: DeltaInputs, pool: Tensor, spans: Sequence[StateSpan]) ->
             if chunk.is_last:
                 pool[slots.write_slot] = state
     return out
+
+
+def _one_step(inputs: DeltaInputs, pool: Tensor, spans: Sequence[StateSpan], out: Tensor) -> None:
+    """Spans of one row, all at once, by the recurrence itself."""
+    device = pool.device
+    rows = torch.tensor([span.row for span in spans], device=device)
+    reads = [span.slots.read_slot for span in spans]
+    states = pool.index_select(0, torch.tensor([slot or 0 for slot in reads], device=device))
+    fresh = torch.tensor([slot is None for slot in reads], device=device)
+    states.masked_fill_(fresh[:, None, None, None], 0.0)
+    group = inputs.v.shape[1] // inputs.q.shape[1]
+    q, k = (unit_length(x.index_select(0, rows).float()) for x in (inputs.q, inputs.k))
+    q, k = (x.repeat_interleave(group, dim=1).unsqueeze(2) for x in (q, k))  # [N, H, 1, K]
+    v = inputs.v.index_select(0, rows).float().unsqueeze(2)
+    states.mul_(inputs.log_decay.index_select(0, rows).exp().unsqueeze(-1))
+    fresh_value = (v - torch.matmul(k, states)) * inputs.beta.index_select(0, rows)[..., None, None]
+    states.add_(torch.matmul(k.transpose(2, 3), fresh_value))
+    result = torch.matmul(q * q.shape[-1] ** -0.5, states).squeeze(2)
+    out.index_copy_(0, rows, result.to(out.dtype))
+    for state, span in zip(states, spans, strict=True):
+        for unit in (*(unit for _, unit in span.slots.snapshots), span.slots.write_slot):
+            pool[unit] = state
 
 
 def _initial(like: Tensor, pool: Tensor, slot: int | None) -> Tensor:

@@ -32,10 +32,9 @@ def moe(x: Tensor, routes: Routes, experts: Experts, activation: Glu) -> Tensor:
     order = torch.argsort(flat, stable=True)
     tokens = torch.div(order, chosen.shape[1], rounding_mode="floor")
     sorted_weights = weights.reshape(-1).index_select(0, order).unsqueeze(1)
+    hit, counts = torch.unique_consecutive(flat.index_select(0, order), return_counts=True)
     begin = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=down.shape[0]).tolist()):
-        if not count:
-            continue
+    for expert, count in zip(hit.tolist(), counts.tolist(), strict=True):
         rows = tokens[begin : begin + count]
         inner = activation(torch.mm(x.index_select(0, rows), gate_up[expert].t()))
         result = torch.mm(inner, down[expert].t()).float()

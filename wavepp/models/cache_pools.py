@@ -123,7 +123,7 @@ def group_units(
         units, host_units = blocks, host_blocks
         if name in recurrent:
             units = max(config.max_num_seqs, int(blocks * share))
-            host_units = int(host_blocks * share)
+            host_units = math.ceil(host_blocks * share)
         found[name] = GroupUnits(units=units, host_units=host_units, bytes_per_unit=size)
     return found
 

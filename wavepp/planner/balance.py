@@ -189,7 +189,8 @@ class BalancedSizing:
             return WaveSize(budget=top, room=TokenRoom(top), rules=rules)
         budget = max(costs.tokens_within(start, seconds), self.goals.wave_tokens_min)
         rules = packing_rules(self.goals, budget, fills_up=False)
-        room = TimeRoom(costs, seconds=seconds, tokens_max=top, tokens_min=rules.tail_tokens_min)
+        least = max(rules.tail_tokens_min, self.goals.block_size)  # else cuts fall inside blocks
+        room = TimeRoom(costs, seconds=seconds, tokens_max=top, tokens_min=least)
         return WaveSize(budget=budget, room=room, rules=rules)
 
     def decided(self, wave: WaveNumber, cuts: Sequence[Cut]) -> None:

@@ -70,6 +70,22 @@ def _newly_split(demand: Demand, larger: int, smaller: int) -> int:
     return sum(length for length in remaining if smaller < length <= larger)
 
 
+def waves_wanted(*, ring_depth: int, pipeline_fill: int, num_stages: int) -> int:
+    """S: waves that should be available, those in the ring included."""
+    return ring_depth + (pipeline_fill - 1) * num_stages
+
+
+def work_wanted(lengths: list[int], *, waves: int, wave_tokens_min: int) -> int:
+    """Tokens that admitted work lacks for so many waves of the smallest budget; 0: it has enough.
+
+    Args:
+        lengths: of all pieces, those in flight too (`Demand.lengths`).
+    """
+    if waves_available(lengths, wave_tokens_min) >= waves:
+        return 0
+    return waves * wave_tokens_min - sum(lengths)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveGoals:
     """The constants of one pipeline."""
@@ -83,7 +99,11 @@ class WaveGoals:
     @property
     def waves_wanted(self) -> int:
         """S."""
-        return self.ring_depth + (self.pipeline_fill - 1) * self.num_stages
+        return waves_wanted(
+            ring_depth=self.ring_depth,
+            pipeline_fill=self.pipeline_fill,
+            num_stages=self.num_stages,
+        )
 
     @property
     def wave_tokens_min(self) -> int:

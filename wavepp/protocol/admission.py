@@ -7,7 +7,9 @@ admission:
     1. fewer than `lanes_max` requests hold a lease or a lane;
     2. first come, first served among those that are ready; nobody passes a head that waits for
        capacity, and it is tried again when a refusing stage released something;
-    3. one oversized request at a time may ignore the headroom, when no other holds a lease.
+    3. one oversized request at a time may ignore the headroom, when no other holds a lease;
+    4. a request that was rolled back too often (which escrows make impossible) is admitted when
+       nobody else has still to be materialised, and nobody is beside it until it is.
 """
 
 from __future__ import annotations
@@ -84,6 +86,11 @@ class AdmissionGate:
         """Nothing is held by anyone."""
         return not self._holders and not self._draining
 
+    @property
+    def lanes_free(self) -> int:
+        """Requests that could claim now, were there no other limits."""
+        return self.lanes_max - len(self._holders) - len(self._draining)
+
     def take(self, record: Record) -> None:
         """The request starts to claim."""
         assert record.request_id not in self._holders, record.request_id
@@ -105,11 +112,15 @@ class AdmissionGate:
 
     def admits(self, record: Record) -> bool:
         """Whether the limits let this request claim now, were it the next one."""
-        if len(self._holders) + len(self._draining) >= self.lanes_max:
+        if self.lanes_free <= 0:
             return False
         others = self._holders.values()
         if any(other.claim.oversized and other.phase in UNDECIDED for other in others):
             return False  # the exception stands only while no other holds a lease
+        if any(other.claim.goes_alone and not other.run.materialized for other in others):
+            return False
+        if record.claim.goes_alone and not all(other.run.materialized for other in others):
+            return False
         if not record.claim.oversized:
             return True
         return all(other.run.materialized and not other.claim.oversized for other in others)

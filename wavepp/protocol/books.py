@@ -6,18 +6,23 @@ Owns no rule. `LeaderMachine` takes facts, `RoundComposer` composes rounds; both
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 from wavepp.protocol.admission import AdmissionGate, WaitingQueue
 from wavepp.protocol.agreement import Agreement
 from wavepp.protocol.record import Record
-from wavepp.protocol.states import Edge
+from wavepp.protocol.states import Edge, Phase
 from wavepp.protocol.votes import NO_COUNTERS, StageCounters
 from wavepp.units import RequestId
 
 ANNOUNCED_PER_LANE = 4
 """Requests announced ahead of admission, per lane: bounds what stages hold for waiting ones."""
+
+
+AdmissionMode = Literal["wave", "serial"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +33,13 @@ class LeaderOptions:
         lanes_max: `max_num_seqs`.
         oversized_over: tokens a request may hold beside the headroom (`Capacity`); None: no limit.
         defer_max_s: longest wait of one request for others' prefixes, all together.
+        admission: serial: one request at a time, by walks of the trees; a baseline.
     """
 
     num_stages: int
     block_size: int
     lanes_max: int
+    admission: AdmissionMode = "wave"
     agreement: Agreement = "set"
     oversized_over: int | None = None
     defer_shared_prefix: bool = True
@@ -57,6 +64,7 @@ class Tally:
     refused: int = 0
     deferred: int = 0
     answers_ignored: int = 0
+    rolled_back: int = 0
     candidate_tokens: int = 0
     endpoint_tokens: int = 0
 
@@ -86,5 +94,10 @@ class Books:
         self.counters = [NO_COUNTERS] * self.options.num_stages
 
     def near(self) -> tuple[Record, ...]:
-        """The requests at the front of the queue that are looked at."""
-        return self.waiting.first(self.options.window)
+        """The requests at the front of the queue that are looked at. In serial admission: up to the
+        first that is not deferred."""
+        front = self.waiting.first(self.options.window)
+        if self.options.admission == "wave":
+            return front
+        deferred = itertools.takewhile(lambda record: record.phase is Phase.DEFERRED, front)
+        return front[: sum(1 for _ in deferred) + 1]

@@ -2,6 +2,8 @@
 
 Owns the order in which requests may claim and the waits for others' prefixes. May not: take
 answers. First come, first served among the ready ones. Paper, section on admission.
+
+In serial admission a round is one step of one request: a walk, or a walk that pins.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ class RoundComposer:
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def compose(self, *, now: float, work_wanted: int, flush: bool = False) -> RoundPlan | None:
+    def compose(
+        self, *, now: float, work_wanted: int, flush: bool = False, nobody_new: bool = False
+    ) -> RoundPlan | None:
         """See `LeaderMachine.next_round`."""
         decisions: list[Decision] = []
-        near = self._books.near()
         under_way = sum(_suffix(r) for r in self._books.gate.holders if r.phase in UNDECIDED)
-        self._wake(near, now, work_wanted - under_way)
+        self._wake(self._books.near(), now, work_wanted - under_way)
+        near = () if nobody_new or not self._has_lane() else self._books.near()
         newcomers = [record for record in near if record.phase is Phase.ARRIVED]
         claims, stale = self._select(near, now, work_wanted - under_way, decisions)
         awaited = any(record.phase is Phase.RETRYING for record in self._books.gate.holders)
@@ -53,18 +57,32 @@ class RoundComposer:
                 )
                 for record in newcomers
             ),
-            ask=RoundAsk(hints=tuple(record.request_id for record in hints), claims=tuple(claims)),
+            ask=RoundAsk(
+                hints=tuple(record.request_id for record in hints),
+                claims=tuple(claims),
+                exact=self._is_serial,
+            ),
         )
+
+    @property
+    def _is_serial(self) -> bool:
+        return self._books.options.admission == "serial"
+
+    def _has_lane(self) -> bool:
+        """Serial admission looks at nobody before there is a lane; hints are for any time."""
+        return not self._is_serial or self._books.gate.lanes_free > 0
 
     def _outdated(self, near: Sequence[Record], stale: Record | None) -> list[Record]:
         """Who needs a new hint: the next to claim if its hint is stale, and whoever is hinted and
         near the front, one a lane, when some stage's index has changed since."""
+        if self._is_serial:
+            return [] if stale is None else [stale]
         hinted = [r for r in near if r.phase in QUEUED or r.phase is Phase.DEFERRED]
         first = hinted[: self._books.options.lanes_max]
         return [r for r in hinted if r is stale or (r in first and not self._is_current(r))]
 
     def _is_current(self, record: Record) -> bool:
-        return all(
+        return not self._is_serial and all(
             hint.version == self._books.counters[stage].hint_version
             for stage, hint in record.hints.items()
         )
@@ -78,16 +96,20 @@ class RoundComposer:
         """
         claims: list[Claim] = []
         for record in near:
-            if record.phase not in QUEUED or self._books.gate.is_draining(record.request_id):
+            if record.phase not in QUEUED:
                 continue  # not ready: it is passed
+            if self._books.gate.is_draining(record.request_id):
+                if record.phase is Phase.WAITING:
+                    break  # rolled back: a head that waits for capacity, even so early
+                continue
             if not self._books.gate.admits(record):
                 break
             if not self._books.gate.is_worth_a_try(record, self._books.counters):
                 break  # nobody passes a head that waits for capacity
-            if record.hinted_in != self._books.rounds and not self._is_current(record):
-                return claims, record
             if record.phase is Phase.WAITING:
                 self._revive(record, now)
+            if record.hinted_in != self._books.rounds and not self._is_current(record):
+                return claims, record
             if wanted <= 0 and self._defer(record, now, decisions):
                 continue
             claims.append(self._claim(record, now))

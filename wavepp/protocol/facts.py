@@ -101,6 +101,19 @@ class AttemptFailed:
     request_id: RequestId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack:
+    """A stage could not materialise an admitted request that had reserved too little there.
+
+    `releases`: the stage's count then.
+    """
+
+    request_id: RequestId
+    stage: StageIndex
+    refusal: Refusal
+    releases: int
+
+
 LeaderFact = (
     RequestArrived
     | RequestCancelled
@@ -111,6 +124,7 @@ LeaderFact = (
     | RequestServed
     | RequestFailed
     | AttemptFailed
+    | RolledBack
 )
 
 
@@ -135,3 +149,9 @@ class RoundPlan:
     decisions: tuple[Decision, ...] = ()
     announce: tuple[Announce, ...] = ()
     ask: RoundAsk = NOTHING_ASKED
+
+    @property
+    def subject(self) -> RequestId | None:
+        """Whom the round asks about, if it asks: in serial admission there is one."""
+        names = (*self.ask.hints, *(claim.request_id for claim in self.ask.claims))
+        return names[0] if names else None

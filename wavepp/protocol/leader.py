@@ -37,6 +37,7 @@ from wavepp.protocol.facts import (
     RequestCancelled,
     RequestFailed,
     RequestServed,
+    RolledBack,
     RoundPlan,
     SpanPlanned,
     StageAnswered,
@@ -79,6 +80,19 @@ class LeaderMachine:
         """Prompt tokens of those."""
         return self.books.waiting.tokens
 
+    @property
+    def in_admission(self) -> int:
+        """Requests that may join a wave soon: stages vote on them, or hints are on the way and
+        there is a lane. Those behind a head that waits for capacity only wait."""
+        gate = self.books.gate
+        voting = sum(record.phase in UNDECIDED for record in gate.holders)
+        coming, lanes = 0, gate.lanes_free
+        for record in self.books.near() if lanes > 0 else ():
+            if coming == lanes or record.phase is Phase.WAITING:
+                break
+            coming += record.phase is not Phase.DEFERRED
+        return voting + coming
+
     def next_timer(self) -> float | None:
         """When the earliest deferral ends by itself; a round may be due then."""
         deferred = [
@@ -88,7 +102,9 @@ class LeaderMachine:
         ]
         return min(deferred, default=None)
 
-    def next_round(self, *, now: float, work_wanted: int, flush: bool = False) -> RoundPlan | None:
+    def next_round(
+        self, *, now: float, work_wanted: int, flush: bool = False, nobody_new: bool = False
+    ) -> RoundPlan | None:
         """What the next round carries, or None when there is nothing to say. Call it when no round
         is out; log its decisions, then its announcements, then send it.
 
@@ -96,8 +112,11 @@ class LeaderMachine:
             work_wanted: tokens of admitted work that the ring lacks; while it is above 0, nobody
                 waits for another's prefix. What is being claimed counts as work to come.
             flush: the log has to reach the stages, and no wave will bring it.
+            nobody_new: in serial admission, another request is still being admitted.
         """
-        return self._composer.compose(now=now, work_wanted=work_wanted, flush=flush)
+        return self._composer.compose(
+            now=now, work_wanted=work_wanted, flush=flush, nobody_new=nobody_new
+        )
 
     # -- facts -----------------------------------------------------------------------------------
 
@@ -128,6 +147,8 @@ class LeaderMachine:
                 return self._end(self._live(request_id), Event.FAIL, now)
             case AttemptFailed(request_id=request_id):
                 return self._restart(self._live(request_id), now)
+            case RolledBack():
+                return self._rolled_back(fact, now)
             case _:
                 raise TypeError(fact)
         return []
@@ -212,6 +233,19 @@ class LeaderMachine:
     def _restart(self, record: Record, now: float) -> list[LeaderEffect]:
         """This attempt ends behind its last wave; the request is ready for another."""
         undo = self._undo(record, Event.RESTART, now)
+        record.run = RunState()
+        return [undo]
+
+    def _rolled_back(self, fact: RolledBack, now: float) -> list[LeaderEffect]:
+        """As a restart, but it waits for a release on the stage that had no room. A prefix that is
+        gone needs no waiting: the next claim finds a lower endpoint."""
+        self.books.tally.rolled_back += 1
+        record = self._live(fact.request_id)
+        claim = record.claim
+        claim.rollbacks += 1
+        # The stage counts giving back what it refused as one release.
+        claim.refused = {} if fact.refusal.reason == "gone" else {fact.stage: fact.releases + 1}
+        undo = self._undo(record, Event.ROLL_BACK, now)
         record.run = RunState()
         return [undo]
 

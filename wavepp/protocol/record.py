@@ -12,6 +12,9 @@ from wavepp.protocol.states import Lifecycle, Phase
 from wavepp.protocol.votes import ClaimVote
 from wavepp.units import RequestId, WaveNumber
 
+ROLLBACKS_MAX = 2
+"""Rolled back so often, a request is admitted alone: then it can't happen for ever."""
+
 
 @dataclass(slots=True, eq=False)
 class ClaimState:
@@ -25,6 +28,7 @@ class ClaimState:
         oversized: it can't be held beside the headroom: it needs the exception.
         refused: stage -> count of releases that must be passed before another try.
         waited_idle: it was tried once with nothing else held, without that count being passed.
+        rollbacks: how often some stage had no room for it after it was admitted.
     """
 
     reuse_max: int
@@ -36,6 +40,12 @@ class ClaimState:
     votes: dict[int, ClaimVote] = field(default_factory=dict)
     refused: Mapping[int, int] = field(default_factory=dict)
     waited_idle: bool = False
+    rollbacks: int = 0
+
+    @property
+    def goes_alone(self) -> bool:
+        """Others took its room too often: until it is materialised nobody else is admitted."""
+        return self.rollbacks >= ROLLBACKS_MAX
 
 
 @dataclass(slots=True, eq=False)

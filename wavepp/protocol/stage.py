@@ -65,11 +65,12 @@ class StageMachine:
         self._requests: dict[RequestId, _Request] = {}
         self._owed: list[ClaimVote] = []  # made by Retry decisions, not yet told
         self._refused = False  # somebody was refused for capacity since the last round ended
-        self._given_back = 0  # cache.releases that came from undoing what this stage had refused
+        self._given_back = 0  # cache.releases that came from undoing what this stage refused
         self._refused_undone = 0  # how many such undos there were
         self._tombstones: frozenset[RequestId] = frozenset()  # ended before the last round ended
         self._fresh_tombstones: set[RequestId] = set()
         self._ending: set[RequestId] = set()  # admitted attempts that ended, before their fence
+        self._rolled_back: set[RequestId] = set()  # admitted, refused when they were materialised
 
     # -- what the driver may know ----------------------------------------------------------------
 
@@ -147,23 +148,35 @@ class StageMachine:
     def release(self, request_id: RequestId) -> None:
         """Gives back all that an ended attempt held: its fence fell. No effect when there is
         nothing."""
+        before = self.cache.releases
         self.cache.free(request_id)
         self._ending.discard(request_id)
+        if request_id in self._rolled_back:
+            self._rolled_back.remove(request_id)
+            self._count_once(before)
+
+    def rolled_back(self, request_id: RequestId) -> None:
+        """This stage had no room for an admitted request when it was to be materialised: giving
+        back what it holds counts as one release, like the undo of a refused claim."""
+        self._rolled_back.add(request_id)
 
     # -- rounds ----------------------------------------------------------------------------------
 
     def answer(self, ask: RoundAsk) -> RoundAnswer:
         """Everything a round asks, after its decisions were applied and its payloads stored."""
         votes = [vote for claim in ask.claims if (vote := self.claim(claim)) is not None]
-        hints = [reply for name in ask.hints if (reply := self.hint(name)) is not None]
+        replies = [self.hint(name, exact=ask.exact) for name in ask.hints]
+        hints = [reply for reply in replies if reply is not None]
         return RoundAnswer(hints=tuple(hints), votes=(*self.end_round(), *votes))
 
-    def hint(self, request_id: RequestId) -> HintReply | None:
-        """What could be reused by the hint index alone; None when the request has ended."""
+    def hint(self, request_id: RequestId, *, exact: bool = False) -> HintReply | None:
+        """What could be reused by the hint index alone, or by a walk of the tree (`exact`); None
+        when the request has ended."""
         prompt = self.prompt_to_hint(request_id)
         if prompt is None:
             return None
-        return HintReply(request_id=request_id, hint=self.cache.hint(prompt))
+        look = self.cache.walk if exact else self.cache.hint
+        return HintReply(request_id=request_id, hint=look(prompt))
 
     def prompt_to_hint(self, request_id: RequestId) -> Prompt | None:
         """The first half of `hint`: what the cache is to be asked about, which needs no mutex."""
@@ -311,6 +324,10 @@ class StageMachine:
         before = self.cache.releases
         self.cache.undo(request_id)
         if request.vote.refusal is not None:
-            # Exactly one release, so that the driver can tell a request's own undo from others'.
-            self._given_back += self.cache.releases - before
-            self._refused_undone += 1
+            self._count_once(before)
+
+    def _count_once(self, before: int) -> None:
+        """What was given back since then counts as exactly one release, so that the driver can tell
+        a request's own undo from others'."""
+        self._given_back += self.cache.releases - before
+        self._refused_undone += 1

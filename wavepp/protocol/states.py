@@ -30,7 +30,7 @@ class Phase(enum.Enum):
     DEFERRED = "deferred"  # another request is computing the prefix it lacks
     CLAIMING = "claiming"  # every stage was asked for a lease and an escrow
     RETRYING = "retrying"  # every stage was told to move them to a lower endpoint
-    WAITING = "waiting"  # refused for capacity and undone; it waits for a release
+    WAITING = "waiting"  # refused for capacity, or rolled back, and undone; it waits for a release
     ADMITTED = "admitted"  # committed at one endpoint on every stage
     RUNNING = "running"  # some of its tokens were planned into waves
     COMPLETING = "completing"  # all of its tokens were planned; the last wave is under way
@@ -56,6 +56,7 @@ class Event(enum.Enum):
     PLAN = "plan"
     PLAN_LAST = "plan last"
     RESTART = "restart"
+    ROLL_BACK = "roll back"
     FINISH = "finish"
     ABORT = "abort"
     FAIL = "fail"
@@ -107,12 +108,14 @@ TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
         Event.PLAN: Phase.RUNNING,
         Event.PLAN_LAST: Phase.COMPLETING,
         Event.RESTART: Phase.READY,
+        Event.ROLL_BACK: Phase.WAITING,
         Event.FAIL: Phase.FAILED,
         Event.ABORT: Phase.ABORTED,
     },
     Phase.COMPLETING: {
         Event.PLAN_LAST: Phase.COMPLETING,  # a produced token is computed in its turn
         Event.RESTART: Phase.READY,
+        Event.ROLL_BACK: Phase.WAITING,
         Event.FINISH: Phase.DONE,
         Event.FAIL: Phase.FAILED,
         Event.ABORT: Phase.ABORTED,

@@ -75,10 +75,14 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundAsk:
-    """What one round asks of every stage; `claims` are acted on in their order."""
+    """What one round asks of every stage; `claims` are acted on in their order.
+
+    `exact`: hints come from a walk of the tree under its mutex, not from the index.
+    """
 
     hints: tuple[RequestId, ...] = ()
     claims: tuple[Claim, ...] = ()
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

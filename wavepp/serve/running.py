@@ -42,7 +42,7 @@ class RunningServer:
             ConfigError: the engine can't be built, the port is taken, or nothing answers.
         """
         check_port(host, port)
-        server = cls(Cluster.join_or_start(), f"http://{_reachable(host)}:{port}")
+        server = cls(Cluster.join_or_start({}), f"http://{_reachable(host)}:{port}")
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
             deploy(build_application(config, options), name=NAME, route="/")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from wavepp.cache.lease import Lease
 from wavepp.cache.store import StageCache
 from wavepp.cache.types import GroupSpec, LeaseVote, Prompt, Refusal
-from wavepp.protocol.messages import Admit, Decision, RoundMessage, RoundReply
+from wavepp.protocol.messages import Admit, Decision, RoundMessage, RoundReply, WaveSchedule
 from wavepp.protocol.record import Record
-from wavepp.protocol.states import HOLDING, UNDECIDED, Phase
+from wavepp.protocol.states import ADMITTED, HOLDING, UNDECIDED, Phase
 from wavepp.protocol.votes import ClaimVote, Retry
 from wavepp.sim.stage import SimStage
 from wavepp.sim.watch import Checker, tap
@@ -47,7 +47,10 @@ def usable_endpoints(cache: StageCache, prompt: Prompt, limit: int) -> set[int]:
 
 class Agreement(Checker):
     """1: at admission all stages hold the same endpoint, committed, usable in every window and not
-    above the candidate; a vote names every endpoint; a Retry goes to the best that all have."""
+    above the candidate; a vote names every endpoint; a Retry goes to the best that all have.
+
+    Without escrows nothing is committed; without leases nothing need be usable any more.
+    """
 
     name = "1 agreement"
 
@@ -122,9 +125,17 @@ class Agreement(Checker):
             holding = cache._holdings.get(request_id)
             self.require(holding is not None, f"stage {stage.index} holds nothing", admit)
             assert holding is not None
+            if self.world.options.reservation == "none":
+                # Nothing is pinned, so the prefix may be gone again; only the word is checked.
+                pledge = holding.pledge
+                assert pledge is not None, admit
+                at = pledge.endpoint * cache.config.block_size
+                self.require(at == endpoint, f"stage {stage.index} pledged {at}", admit)
+                continue
             lease, escrow = holding.lease, holding.escrow
-            committed = lease is not None and escrow is not None and escrow.committed
-            self.require(committed, f"stage {stage.index} did not commit", admit)
+            reserved = self.world.options.reservation == "escrow"
+            room = not reserved or (escrow is not None and escrow.committed)
+            self.require(lease is not None and room, f"stage {stage.index} did not commit", admit)
             assert lease is not None
             at = lease.endpoint * cache.config.block_size
             self.require(at == endpoint, f"stage {stage.index} holds {at}", admit)
@@ -265,6 +276,52 @@ class Order(Checker):
     def _is_retry(self, vote: ClaimVote) -> bool:
         record = self.world.driver.leader.record(vote.request_id)
         return record is not None and record.phase is Phase.RETRYING
+
+
+def being_admitted(world: World) -> set[RequestId]:
+    """Requests that stages were asked about and that are not enqueued on every stage yet."""
+    driver = world.driver
+    acked = driver.log.acked_min
+    return {
+        record.request_id
+        for record in driver.leader.books.records.values()
+        if record.request_id in world.asked
+        or record.phase in (*UNDECIDED, Phase.ANNOUNCED)
+        or (record.phase in ADMITTED and acked < driver._by_id[record.request_id].admitted_as)
+    }
+
+
+class OneByOne(Checker):
+    """14, of serial admission: a round asks about one request, by walks; while a request is being
+    admitted no other is, and no wave goes out before every stage has acknowledged it. (With wave
+    admission there is nothing to see.)"""
+
+    name = "14 serial"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._applies = world.options.admission == "serial"
+        self._before: set[RequestId] = set()
+
+    def sent(self, messages: Sequence[RoundMessage]) -> None:
+        ask = messages[0].ask
+        names = {*ask.hints, *(claim.request_id for claim in ask.claims)}
+        if not self._applies or not names:
+            return
+        self.require(len(names) == 1, "a round about several:", names)
+        self.require(ask.exact, "a hint from the index:", ask)
+        others = being_admitted(self.world) - names
+        self.require(not others, f"{names} while another is being admitted:", others)
+
+    def launched(self, schedule: WaveSchedule) -> None:
+        if self._applies:
+            still = self._before & being_admitted(self.world)
+            self.require(not still, "a wave while somebody is being admitted:", still)
+
+    def turned(self) -> None:
+        """The same turn may launch a wave and then ask about the next request."""
+        if self._applies:
+            self._before = being_admitted(self.world)
 
 
 def headroom(cache: StageCache, group: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from wavepp.control.facts import Finish, WaveCompleted
 from wavepp.control.stage import PreparedWave
 from wavepp.protocol.messages import Abort, Admit, Decision, Free, Undo, WaveSchedule
+from wavepp.sim.check_admission import being_admitted
 from wavepp.sim.options import Job
 from wavepp.sim.stage import SimStage
 from wavepp.sim.watch import Checker
@@ -29,6 +30,7 @@ class Spans(Checker):
         self._last: dict[tuple[RequestId, int], int] = {}
         self._over: set[RequestId] = set()
         self._waves: list[dict[int, WaveSchedule]] = [{} for _ in world.stages]
+        self._rolled: set[tuple[int, RequestId, int]] = set()  # stage, attempt rolled back there
 
     def logged(self, decision: Decision) -> None:
         if isinstance(decision, Admit):
@@ -52,7 +54,25 @@ class Spans(Checker):
         expected = self._waves[stage.index].pop(wave.schedule.wave)
         self.require(wave.schedule == expected, f"stage {stage.index} got another wave", expected)
         spans = [(work.request_id, work.start, work.length) for work in wave.work.spans]
-        planned = [(span.request_id, span.start, span.length) for span in expected.spans]
+        rollbacks = [record for record in wave.errors if record.rollback is not None]
+        for record in rollbacks:
+            why = record.rollback
+            lost = why is not None and why.alone and why.refusal.reason != "gone"
+            self.require(not lost, f"stage {stage.index} is empty and has no room:", record)
+        rolled = {record.request_id for record in rollbacks}
+        self.require(
+            not rolled or self.world.options.reservation != "escrow",
+            f"stage {stage.index} had no room for",
+            rolled,
+        )
+        for span in expected.spans:
+            if span.request_id in rolled:
+                self._rolled.add((stage.index, span.request_id, span.attempt))
+        planned = [
+            (span.request_id, span.start, span.length)
+            for span in expected.spans
+            if (stage.index, span.request_id, span.attempt) not in self._rolled
+        ]
         self.require(spans == planned, f"stage {stage.index} runs other spans", spans, planned)
 
     def finished(self, job: Job, finish: Finish) -> None:
@@ -123,10 +143,21 @@ class RingAndLanes(Checker):
 
 class Budget(Checker):
     """10: a wave holds at most M tokens, something always, and a span that is not its request's end
-    stops at a block's end unless the whole budget holds none; no admitted work waits while the ring
-    has room."""
+    stops at a block's end unless the whole budget holds none. While admitted work waits and the
+    ring has room, some span is planned within two turns, and before the progress deadline; at once
+    by the greedy planner, and while the ring is empty. A turn: a wave came back, or a request came.
+    """
 
     name = "10 budget"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._completed = 0
+        self._idle_turn: int | None = None  # since the last wave, when work began to wait
+        self._idle_since: dict[RequestId, float] = {}
+
+    def completed(self, fact: WaveCompleted) -> None:
+        self._completed += 1
 
     def launched(self, schedule: WaveSchedule) -> None:
         options = self.world.options
@@ -138,11 +169,38 @@ class Budget(Checker):
             aligned = (span.start + span.length) % options.block_size == 0
             unavoidable = span.length == options.wave_tokens_max < options.block_size
             self.require(span.final or aligned or unavoidable, "cut inside a block:", span)
+        self._idle_turn = None
+        self._idle_since = {}
 
     def turned(self) -> None:
+        waiting = self._waiting()
+        now = self.world.clock.now
+        self._idle_since = {name: self._idle_since.get(name, now) for name in waiting}
+        if not waiting:
+            self._idle_turn = None
+            return
+        options, ring = self.world.options, self.world.driver.ring
+        self.require(len(ring) > 0, "work waits, nothing runs:", waiting)
+        self.require(options.planner != "greedy", "work waits, the ring has room:", waiting)
+        turn = self._completed + self.world.arrived
+        if self._idle_turn is None:
+            self._idle_turn = turn
+        self.require(turn == self._idle_turn, "work waits for a second turn:", waiting)
+        until = min(self._idle_since.values()) + options.progress_deadline_s
+        self.require(now < until, "work is held past the progress deadline:", waiting)
+        timer = self.world.driver.next_timer
+        self.require(timer is not None and timer <= until, "nothing ends the hold:", timer, until)
+
+    def _waiting(self) -> list[RequestId]:
+        """Requests with something left to plan, while the ring has room. Serial admission stops the
+        planning loop: then they wait for its end."""
         driver = self.world.driver
         if not driver.ring.has_room:
-            return
-        for record in driver.leader.admitted:
-            known = driver._by_id[record.request_id].known
-            self.require(record.run.planned == known, "work waits, the ring has room:", record.run)
+            return []
+        if self.world.options.admission == "serial" and being_admitted(self.world):
+            return []
+        return [
+            record.request_id
+            for record in driver.leader.admitted
+            if record.run.planned < driver._by_id[record.request_id].known
+        ]

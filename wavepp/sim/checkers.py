@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from wavepp.sim.check_admission import Agreement, Monotone, Order
+from wavepp.sim.check_admission import Agreement, Monotone, OneByOne, Order
 from wavepp.sim.check_cache import Conservation, Contents, EscrowIsReal, NoGap, ReleaseOrder
 from wavepp.sim.check_end import Ending, OneLog
 from wavepp.sim.check_waves import Budget, RingAndLanes, Spans
@@ -22,6 +22,7 @@ CHECKERS: tuple[Callable[[World], Checker], ...] = (
     Spans,
     RingAndLanes,
     Order,
+    OneByOne,
     Budget,
     Ending,
     OneLog,

@@ -1,7 +1,7 @@
 """A world and a workload out of a seed (swarm): everything that can differ does.
 
-Owns: the distributions. May not: run anything. P, B, M, R, lanes, pools, headroom, agreement,
-deferral, host tiers, snapshots and faults all come from the seed, so that small and odd
+Owns: the distributions. May not: run anything. P, B, M, R, planner, lanes, pools, headroom,
+agreement, deferral, host tiers, snapshots and faults all come from the seed, so that small and odd
 combinations are met as often as usual ones.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from wavepp.cache.types import GroupSpec
+from wavepp.cache.types import GroupSpec, Reservation
+from wavepp.planner.factory import PlannerName
 from wavepp.protocol.agreement import Agreement
+from wavepp.protocol.books import AdmissionMode
 from wavepp.protocol.states import Phase
 from wavepp.sim.options import VOCABULARY, Faults, Job, StageOptions, WorldOptions
 
@@ -53,14 +55,23 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
     jobs = draw_jobs(random.Random(f"{seed}/jobs"), block=block, pool=_smallest(stages, pool))
     last_s = max(job.at_s for job in jobs)
     agreement: Agreement = rng.choice(("set", "stepwise", "stepwise"))
+    waves = _waves(random.Random(f"{seed}/waves"), block=block, budget=budget)
+    modes = random.Random(f"{seed}/modes")
+    admission: AdmissionMode = modes.choice(("wave", "wave", "wave", "serial"))
+    reservation: Reservation = modes.choice(("escrow", "escrow", "escrow", "lease", "none"))
     options = WorldOptions(
         stages=stages,
         block_size=block,
         ring_depth=rng.choice((1, 2, len(stages), 2 * len(stages))),
         wave_tokens_max=budget,
-        wave_tokens_min=max(block, budget // 2 // block * block),
+        wave_tokens_min=waves.tokens_min,
+        planner=waves.planner,
+        pipeline_fill=waves.fill,
+        progress_deadline_s=waves.deadline_s,
         max_num_seqs=lanes,
         headroom_tokens=rng.choice((0, budget, 2 * len(stages) * budget)),
+        admission=admission,
+        reservation=reservation,
         agreement=agreement,
         defer_shared_prefix=rng.random() < 0.7,
         defer_max_s=rng.choice((0.001, 0.02, 0.5)),
@@ -74,6 +85,27 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
         faults=_faults(rng),
     )
     return options, jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waves:
+    """Planner, b_min, F, and how long work may be held back."""
+
+    planner: PlannerName
+    tokens_min: int
+    fill: int
+    deadline_s: float
+
+
+def _waves(rng: random.Random, *, block: int, budget: int) -> _Waves:
+    planner: PlannerName = rng.choice(("greedy", "static", "mpu", "mpu", "balanced"))
+    half = max(block, budget // 2 // block * block)
+    return _Waves(
+        planner=planner,
+        tokens_min=rng.choice((half, half, block, budget)),
+        fill=rng.choice((1, 2, 2, 3)),
+        deadline_s=rng.choice((0.0, 0.002, 0.05, 0.5)),
+    )
 
 
 def _smallest(stages: tuple[StageOptions, ...], pool: int) -> int:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from wavepp.cache.types import GroupSpec
+from wavepp.cache.types import GroupSpec, Reservation
+from wavepp.planner.factory import PROGRESS_DEADLINE_S, PlannerName
 from wavepp.protocol.agreement import Agreement
+from wavepp.protocol.books import AdmissionMode
 from wavepp.protocol.states import Phase
 
 VOCABULARY = 5000
@@ -74,8 +76,13 @@ class WorldOptions:
     ring_depth: int = 4
     wave_tokens_max: int = 16
     wave_tokens_min: int | None = None
+    planner: PlannerName = "mpu"
+    pipeline_fill: int = 2
+    progress_deadline_s: float = PROGRESS_DEADLINE_S
     max_num_seqs: int = 4
     headroom_tokens: int = 0
+    admission: AdmissionMode = "wave"
+    reservation: Reservation = "escrow"
     agreement: Agreement = "set"
     defer_shared_prefix: bool = True
     defer_max_s: float = 0.05

@@ -39,13 +39,14 @@ class Parcel:
 
     Attributes:
         errors: of all stages so far, the first word on a request counts.
-        acks: one a stage so far.
+        acks, seconds: one a stage so far.
     """
 
     wave: WaveNumber
     errors: tuple[ErrorRecord, ...] = ()
     outputs: tuple[SpanOutput, ...] = ()
     acks: tuple[StageAck, ...] = ()
+    seconds: tuple[float, ...] = ()
 
 
 class HoldLock:
@@ -73,6 +74,7 @@ class StagePorts:
         texts: what each request's tokens are.
         faults: now.
         pull_round: lets a message under way to this stage arrive.
+        took: the parcel of the stage before was received.
         held: told after every lock hold. told: of every event, for the trace.
     """
 
@@ -84,6 +86,7 @@ class StagePorts:
     pull_round: Callable[[], bool]
     reply: Callable[[RoundReply], None]
     emit: Callable[[Parcel], None]
+    took: Action
     held: Callable[[], None]
     prepared: Callable[[PreparedWave], None]
 
@@ -134,6 +137,7 @@ class SimStage:
                 snapshot_interval=options.snapshot_interval,
                 max_snapshots_per_path=options.max_snapshots_per_path,
                 enable_prefix_caching=world.enable_prefix_caching,
+                reservation=world.reservation,
             ),
             epoch=epoch,
             tree_lock=self.lock,
@@ -145,6 +149,9 @@ class SimStage:
         self._parcels: deque[Parcel] = deque()
         self._prepared: PreparedWave | None = None
         self._computing = False
+        self._blocks = world.admission == "serial" and index < len(world.stages) - 1
+        self._sending = False
+        self._computing_from_s = 0.0
         self._wave_runs = False  # the WAVE thread is in the middle of something
         self._loop_runs = False
 
@@ -200,13 +207,13 @@ class SimStage:
 
     def _kick(self) -> None:
         """LOOP gets a turn if it has something to do."""
-        if self._computing or not (self._schedules or self._prepared):
+        if self._computing or self._sending or not (self._schedules or self._prepared):
             return
         self.ports.clock.after(0.0, self._start)
 
     def _start(self) -> None:
         """Prepares the next wave, and starts to compute it when its activations are there."""
-        if self._loop_runs or self._computing:
+        if self._loop_runs or self._computing or self._sending:
             return
         if self._prepared is None:
             if not self._schedules:
@@ -215,7 +222,10 @@ class SimStage:
         if self.index > 0 and not self._parcels:
             return
         assert self._prepared is not None
+        if self.index > 0:
+            self.ports.took()
         self._computing = True
+        self._computing_from_s = self.ports.clock.now
         tokens = self._prepared.schedule.num_tokens
         seconds = WAVE_SECONDS + self.options.seconds_per_token * tokens
         if self._happens(self.ports.faults().slow):
@@ -243,9 +253,22 @@ class SimStage:
         ack = self.control.finished(prepared, failures)
         self._loop_runs = False
         self._prepared, self._computing = None, False
+        self._sending = self._blocks
+        took_s = self.ports.clock.now - self._computing_from_s
         self.ports.emit(
-            Parcel(wave=wave, errors=failures, outputs=outputs, acks=(*before.acks, ack))
+            Parcel(
+                wave=wave,
+                errors=failures,
+                outputs=outputs,
+                acks=(*before.acks, ack),
+                seconds=(*before.seconds, took_s),
+            )
         )
+        self._kick()
+
+    def sent(self) -> None:
+        """The next stage has taken the parcel: with blocking sends LOOP may go on."""
+        self._sending = False
         self._kick()
 
     def _compute(

@@ -102,8 +102,9 @@ class World:
             self._driver_options(),
             hash_bytes=_weak if options.weak_keys else xxhash.xxh3_128_digest,
         )
-        self._arrived = 0
+        self.arrived = 0  # in this epoch
         self._replies: list[RoundReply] = []
+        self.asked: set[RequestId] = set()  # whom the round that is out asks about
         self._timer: float | None = None
         self.stages = [self._stage(index) for index in range(len(options.stages))]
         self._round_links = self._links(options.round_delay_s)
@@ -174,8 +175,13 @@ class World:
             ring_depth=options.ring_depth,
             wave_tokens_max=options.wave_tokens_max,
             wave_tokens_min=options.wave_tokens_min,
+            planner=options.planner,
+            pipeline_fill=options.pipeline_fill,
+            progress_deadline_s=options.progress_deadline_s,
             max_num_seqs=options.max_num_seqs,
             headroom_tokens=options.headroom_tokens,
+            admission=options.admission,
+            reservation=options.reservation,
             agreement=options.agreement,
             defer_shared_prefix=options.defer_shared_prefix,
             defer_max_s=options.defer_max_s,
@@ -202,6 +208,7 @@ class World:
             pull_round=lambda: self._round_links[index].pull(),
             reply=lambda reply: self._reply_links[index].send(partial(self._reply_came, reply)),
             emit=lambda parcel: self._emit(index, parcel),
+            took=lambda: self.stages[index - 1].sent(),
             held=lambda: self._held(index),
             prepared=lambda wave: self._each("prepared", self.stages[index], wave),
         )
@@ -264,8 +271,8 @@ class World:
             self.refusals[job.name] = refused.code
             self._say("driver", "refuse", job.name, refused.code)
             return
-        self._arrived += 1
-        request_id = RequestId(f"{job.name}#{self._arrived}")
+        self.arrived += 1
+        request_id = RequestId(f"{job.name}#{self.arrived}")
         self.jobs[request_id] = job
         self.names[job.name] = request_id
         self.texts[request_id] = Text.of_job(job, self.options.block_size)
@@ -307,6 +314,7 @@ class World:
     def _send_round(self, messages: Sequence[RoundMessage]) -> None:
         self._each("sent", messages)
         first = messages[0]
+        self.asked = {*first.ask.hints, *(claim.request_id for claim in first.ask.claims)}
         claims = " ".join(f"{claim.request_id}@{claim.limit}" for claim in first.ask.claims)
         detail = f"announce {len(first.prompts)}, hint {len(first.ask.hints)}, claim {claims or 0}"
         self._say("driver", "round", str(first.round_number), detail)
@@ -331,7 +339,7 @@ class World:
         self._replies.append(reply)
         if len(self._replies) < len(self.stages):
             return
-        replies, self._replies = tuple(self._replies), []
+        replies, self._replies, self.asked = tuple(self._replies), [], set()
         self._tell(RoundAnswered(replies=replies))
         for answered in replies:
             if self.faults.late and self._late.random() < self.faults.late:
@@ -368,7 +376,11 @@ class World:
     def _completed(self, parcel: Parcel) -> None:
         self._progress_at = self.clock.events
         fact = WaveCompleted(
-            wave=parcel.wave, outputs=parcel.outputs, errors=parcel.errors, acks=parcel.acks
+            wave=parcel.wave,
+            outputs=parcel.outputs,
+            errors=parcel.errors,
+            acks=parcel.acks,
+            stage_seconds=parcel.seconds,
         )
         self._each("completed", fact)
         self._tell(fact)

@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ray
@@ -49,8 +50,12 @@ class Cluster:
         return self._raylet_pid is not None
 
     @classmethod
-    def join_or_start(cls) -> Cluster:
+    def join_or_start(cls, env: Mapping[str, str]) -> Cluster:
         """Uses the Ray this process is connected to, or RAY_ADDRESS, or starts one on this machine.
+
+        Args:
+            env: environment of every worker of a cluster that is started here; workers of others
+                need it as their runtime_env.
 
         Raises:
             ConfigError: RAY_ADDRESS names a cluster that does not answer.
@@ -64,7 +69,7 @@ class Cluster:
                 address = os.environ["RAY_ADDRESS"]
                 raise ConfigError(f"RAY_ADDRESS {address!r}: {error}") from None
             return cls(connected_here=True, raylet_pid=None)
-        return cls(connected_here=True, raylet_pid=_start_local())
+        return cls(connected_here=True, raylet_pid=_start_local(env))
 
     def leave(self) -> None:
         """Undoes what `join_or_start` did. Safe to call twice."""
@@ -128,18 +133,22 @@ def give_back(group: PlacementGroup) -> None:
             remove_placement_group(group)
 
 
-def _start_local() -> int:
-    """Starts a node of our own; returns its raylet's pid."""
+def _start_local(env: Mapping[str, str]) -> int:
+    """Starts a node of our own, whose workers have `env`; returns its raylet's pid.
+
+    Workers that Ray starts beforehand then serve as they are, which saves seconds.
+    """
     # Ray's workers run at niceness 15; here they are the program itself, not somebody's background.
     os.environ.setdefault("RAY_worker_niceness", "0")
     for tries_left in reversed(range(START_TRIES)):
         try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with _environment(env):
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
         except Exception as error:
             ray.shutdown()
             if not tries_left:
@@ -152,6 +161,21 @@ def _start_local() -> int:
     assert node is not None, "Ray is started"
     (raylet,) = node.all_processes["raylet"]
     return int(raylet.process.pid)
+
+
+@contextlib.contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process for a while: what it starts meanwhile inherits them."""
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _remove_sessions() -> None:

@@ -31,7 +31,7 @@ CLOSE_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlacement:
-    """Where and how stage actors are started."""
+    """Where and how stage actors are started. `env`: what their processes lack; {}: nothing."""
 
     group: PlacementGroup
     num_cpus: float
@@ -79,7 +79,10 @@ class DriverActor:
         except WavePPError as error:
             return error
         self._graph = compile_graph(
-            self._stages, ring_depth=config.ring_waves, device=config.device
+            self._stages,
+            ring_depth=config.ring_waves,
+            device=config.device,
+            blocking_sends=config.admission == "serial",
         )
         semaphores = await self._warm_up()
         planes = RayPlanes(self._stages, self._graph)
@@ -158,12 +161,17 @@ class DriverActor:
         return self._core
 
 
+def worker_environment(env: Mapping[str, str]) -> dict[str, Any] | None:
+    """The runtime_env that sets these variables; None where any worker will do."""
+    return {"env_vars": dict(env)} if env else None
+
+
 def _start_stage(index: int, placement: StagePlacement) -> StageHandle:
     return RemoteStageActor.options(
         num_cpus=placement.num_cpus,
         num_gpus=placement.num_gpus,
         max_restarts=0,
-        runtime_env={"env_vars": dict(placement.env)},
+        runtime_env=worker_environment(placement.env),
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             placement_group=placement.group, placement_group_bundle_index=index
         ),

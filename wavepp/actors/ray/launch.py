@@ -23,7 +23,12 @@ from wavepp.actors.ray.cluster import (
     reserve,
     threads_per_stage,
 )
-from wavepp.actors.ray.driver_actor import RemoteDriverActor, StagePlacement, Started
+from wavepp.actors.ray.driver_actor import (
+    RemoteDriverActor,
+    StagePlacement,
+    Started,
+    worker_environment,
+)
 from wavepp.actors.ray.semaphores import unlink_semaphores
 from wavepp.actors.ray.stage_actor import factory_name
 from wavepp.config import EngineConfig
@@ -116,7 +121,8 @@ class RayPipeline:
 
     async def _join_cluster(self) -> None:
         """A start that is cancelled meanwhile still has a cluster to leave."""
-        joining = asyncio.ensure_future(asyncio.to_thread(Cluster.join_or_start))
+        env = worker_env(threads_per_stage(self._config))
+        joining = asyncio.ensure_future(asyncio.to_thread(Cluster.join_or_start, env))
         try:
             self._cluster = await asyncio.shield(joining)
         except asyncio.CancelledError:
@@ -124,20 +130,21 @@ class RayPipeline:
             raise
 
     async def _start_actors(self) -> tuple[StageFacts, ...]:
-        config = self._config
+        config, cluster = self._config, self._cluster
+        assert cluster is not None
         num_cpus = await asyncio.to_thread(cpus_per_stage, config)
         self._group = await reserve(config, num_cpus)
         placement = StagePlacement(
             group=self._group,
             num_cpus=num_cpus,
             num_gpus=1.0 if config.device == "cuda" else 0.0,
-            env=worker_env(threads_per_stage(config)),
+            env={} if cluster.is_own else worker_env(threads_per_stage(config)),
         )
         self._driver = RemoteDriverActor.options(
             num_cpus=0,
             max_restarts=0,
             max_concurrency=CALLS_MAX,
-            runtime_env={"env_vars": worker_env(1)},
+            runtime_env=worker_environment({} if cluster.is_own else worker_env(1)),
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=0
             ),
@@ -172,7 +179,7 @@ async def _answer(call: Awaitable[T | WavePPError]) -> T:
 
 def with_whole_paths(config: EngineConfig) -> EngineConfig:
     """The same configuration for processes that run in another folder."""
-    paths = {"model": config.model, "trace": config.trace}
+    paths = {"model": config.model, "trace": config.trace, "cost_model": config.cost_model}
     whole = {
         name: os.path.abspath(path)
         for name, path in paths.items()

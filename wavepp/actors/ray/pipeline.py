@@ -31,12 +31,17 @@ SPARE_EXECUTIONS = 2
 """Executions the graph takes beyond the ring: its own count of what is out lags behind ours."""
 
 
-def compile_graph(stages: Sequence[StageHandle], *, ring_depth: int, device: str) -> Any:
+def compile_graph(
+    stages: Sequence[StageHandle], *, ring_depth: int, device: str, blocking_sends: bool = False
+) -> Any:
     """Compiles the graph; call it inside the event loop that will execute it. Blocks.
 
+    With blocking sends a channel between two stages holds one parcel: a stage can't hand over the
+    next one before this one was read. (It may compute it: the graph's writers know no rendezvous.)
     With device "cuda" activations travel by NCCL beside the parcels. Not run on a GPU.
     """
     buffers = ring_depth + SPARE_EXECUTIONS
+    between = 1 if blocking_sends else buffers
     with InputNode() as schedule:
         schedule.type_hint = NappingType(buffers=buffers)
         parcel: Any = None
@@ -48,7 +53,8 @@ def compile_graph(stages: Sequence[StageHandle], *, ring_depth: int, device: str
             if device == "cuda" and stage is not stages[-1]:
                 parcel = parcel.with_tensor_transport(transport="nccl")
             else:
-                parcel.type_hint = NappingType(buffers=buffers)
+                is_last = stage is stages[-1]
+                parcel.type_hint = NappingType(buffers=buffers if is_last else between)
     return parcel.experimental_compile(
         enable_asyncio=True,
         _max_inflight_executions=buffers,
