@@ -162,7 +162,7 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         ({"prompt": "a", "n": 2}, "n: 2 is not supported"),
         ({"prompt": "a", "n": True}, "n: True is not supported"),
         ({"prompt": "a", "stream": True}, "stream: True is not supported"),
-        ({"prompt": "a", "stop": 5}, "stop: "),
+        ({"prompt": "a", "stop": 5}, r"stop: .*\(got 5\)"),
         ({"prompt": "a", "custom_id": 5}, "custom_id: "),
         ({"custom_id": "c", "method": "POST", "url": COMPLETIONS}, "body is required"),
         ({"custom_id": "c", "body": {"prompt": "a"}}, "url is required"),

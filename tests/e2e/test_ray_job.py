@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -102,6 +103,13 @@ def cluster() -> Iterator[RunningCluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def readme_line(first: str) -> str:
+    """The README's command that begins so."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in readme.splitlines() if line.startswith(first)]
+    return line
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_batch_runs_as_a_ray_job(cluster: RunningCluster, tmp_path: Path) -> None:
@@ -119,8 +127,11 @@ def test_batch_runs_as_a_ray_job(cluster: RunningCluster, tmp_path: Path) -> Non
     flags = ["--model", str(model), "-pp", "2", "--dtype", "float32"]
     batch = ["wavepp", "run-batch", "-i", str(source), *flags]
 
-    submit = ["ray", "job", "submit", "--address", cluster.address, "--"]
-    done = run([*submit, *batch, "-o", str(tmp_path / "job.jsonl")], env=cluster.env)
+    submit = readme_line("ray job submit")
+    submit = submit.replace("submit", f"submit --address {cluster.address}", 1)
+    submit = submit.replace(" in.jsonl", f" {source}").replace("out.jsonl", f"{tmp_path}/job.jsonl")
+    submit = submit.replace("MODEL_FOLDER -pp 8", f"{model} -pp 2 --dtype float32")
+    done = run(shlex.split(submit), env=cluster.env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "succeeded" in done.stdout
     assert "input tokens" in done.stdout

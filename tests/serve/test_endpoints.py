@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +292,26 @@ async def test_metrics_are_the_sum_of_the_answers(endpoints: Any) -> None:
     assert value("num_requests_running") == value("leases") == 0
     assert value('kv_cache_usage_perc{stage="1"}') == 0
     assert value("waves_total") > 0
+
+
+async def test_the_dashboard_asks_for_metrics_that_there_are(endpoints: Any) -> None:
+    async with endpoints() as client:
+        await client.post(COMPLETIONS, json={"prompt": "Hello"})
+        await client.post(COMPLETIONS, json={"prompt": ""})
+        text = (await client.get("/metrics")).text
+    folder = Path(__file__).parents[2] / "examples"
+    dashboard = json.loads((folder / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"wavepp:\w+", target["expr"])
+    }
+    told = set(re.findall(r"^wavepp:\w+", text, re.M))
+    assert len(asked) > 15
+    assert asked <= told
+    made = runpy.run_path(str(folder / "make_dashboard.py"))["render"]()
+    assert json.loads(made) == dashboard
 
 
 async def test_a_dead_engine_is_told_at_once(endpoints: Any) -> None:

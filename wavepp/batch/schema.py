@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from wavepp.engine import PrefillOptions
 from wavepp.errors import RequestError
@@ -66,17 +66,23 @@ class CommonBody(BaseModel):
     user: str | None = None
     cache_salt: str | None = None
     prompt_logprobs: int | None = None
-    stop: str | list[str] | None = None
+    stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _take_one_stop(cls, value: object) -> object:
+        """Takes one string as well as a list of them; the empty one asks for nothing."""
+        if isinstance(value, str):
+            return [value] if value else None
+        return value
+
     def options(self) -> PrefillOptions:
         """The fields the engine acts on; what was not given is left to its defaults."""
         given = {name: getattr(self, name) for name in ENGINE_OPTIONS}
-        if not self.stop:
-            given["stop"] = None
         return cast(PrefillOptions, {name: v for name, v in given.items() if v is not None})
 
 

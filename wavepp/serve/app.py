@@ -38,6 +38,10 @@ PROMPT_SCHEMA = {
     ]
 }
 
+STOP_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]
+}
+
 
 class TokenizeBody(BaseModel):
     """The body of `/tokenize`: a prompt or messages."""
@@ -95,12 +99,15 @@ def _answers(service: Service, options: ServeOptions) -> APIRouter:
         first = await anext(events)  # a refusal still has a status of its own
         return StreamingResponse(chained(first, events), 200, headers, "text/event-stream")
 
-    @router.post("/v1/completions", openapi_extra=_body(CompletionBody, prompt=PROMPT_SCHEMA))
+    @router.post(
+        "/v1/completions",
+        openapi_extra=_body(CompletionBody, prompt=PROMPT_SCHEMA, stop=STOP_SCHEMA),
+    )
     async def completions(request: Request) -> Response:
         """OpenAI's completions."""
         return await answer("completion", request)
 
-    @router.post("/v1/chat/completions", openapi_extra=_body(ChatBody))
+    @router.post("/v1/chat/completions", openapi_extra=_body(ChatBody, stop=STOP_SCHEMA))
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions; the model needs a chat template."""
         return await answer("chat", request)
