@@ -100,9 +100,9 @@ def write_sections(reports: Sequence[Report], page: Path) -> None:
             begin, end = marks(cell)
             if begin not in text or end not in text:
                 raise ConfigError(f"results {page}: needs the lines {begin} and {end}")
-            section = f"{begin}\n{markdown(reports, cell)}{end}"
-            before, after = text.index(begin), text.index(end) + len(end)
-            text = text[:before] + section + text[after:]
+            before, _, rest = text.partition(begin)
+            _, _, after = rest.partition(end)
+            text = f"{before}{begin}\n{markdown(reports, cell)}{end}{after}"
         page.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"results {page}: {error.strerror}") from None
