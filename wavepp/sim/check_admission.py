@@ -316,7 +316,15 @@ class OneByOne(Checker):
     def launched(self, schedule: WaveSchedule) -> None:
         if self._applies:
             still = self._before & being_admitted(self.world)
-            self.require(not still, "a wave while somebody is being admitted:", still)
+            again = {name for name in still if self._was_deferred(name)}
+            self.require(still == again, "a wave while somebody is being admitted:", still - again)
+
+    def _was_deferred(self, request_id: RequestId) -> bool:
+        """It was deferred for a moment, in which waves were planned, and is asked about anew: the
+        round that does so is not sent yet."""
+        record = self.world.driver.leader.record(request_id)
+        is_sent = request_id in self.world.asked
+        return record is not None and record.wait.until is not None and not is_sent
 
     def turned(self) -> None:
         """The same turn may launch a wave and then ask about the next request."""
