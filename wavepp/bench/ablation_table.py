@@ -6,7 +6,6 @@ but for that file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -101,9 +100,9 @@ def write_sections(reports: Sequence[Report], page: Path) -> None:
             begin, end = marks(cell)
             if begin not in text or end not in text:
                 raise ConfigError(f"results {page}: needs the lines {begin} and {end}")
-            section = f"{begin}\n{markdown(reports, cell)}{end}"
-            pattern = f"{re.escape(begin)}.*?{re.escape(end)}"
-            text = re.sub(pattern, lambda _, new=section: new, text, flags=re.DOTALL)
+            before, _, rest = text.partition(begin)
+            _, _, after = rest.partition(end)
+            text = f"{before}{begin}\n{markdown(reports, cell)}{end}{after}"
         page.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"results {page}: {error.strerror}") from None

@@ -105,9 +105,7 @@ class StageCache:
         return HintVote(reuse=self._parts.hints.look_up(prompt), version=version)
 
     def settle(self) -> None:
-        """Lets the hint index follow what was evicted. Needs no tree mutex: call it after a hold
-        that may have evicted much; `hint` does too.
-        """
+        """Lets the hint index follow what was evicted. Call it after a hold; `hint` does too."""
         self._parts.hints.settle()
 
     def walk(self, prompt: Prompt) -> HintVote:
@@ -363,13 +361,9 @@ class StageCache:
 
     def reset(self) -> None:
         """Drops all cached content that no request pins, on device and host. Requests go on."""
+        held = [holding.escrow for holding in self._holdings.values() if holding.escrow]
         for group, pool in enumerate(self._parts.pools):
-            holds = [
-                holding.escrow.holds[group]
-                for holding in self._holdings.values()
-                if holding.escrow is not None
-            ]
-            forgotten = [escrows.forget_content(pool, hold) for hold in holds]
+            forgotten = [escrows.forget_content(pool, escrow.holds[group]) for escrow in held]
             wipe(self._parts, group, joined(*forgotten))
 
     def clear(self) -> None:
@@ -477,9 +471,7 @@ class StageCache:
         host_blocks = leases.host_blocks(parts, lease, endpoint)
         demands = demand_of_all(self.config, lease.prompt, endpoint, host_blocks)
         groups = range(len(parts.pools))
-        alone = not any(
-            other.lease is not None for other in self._holdings.values() if other is not holding
-        )
+        alone = not any(h.lease is not None for h in self._holdings.values() if h is not holding)
         without = holding.late or holding.escrow is not None or (holding.oversized and alone)
         substituted, refusal = escrows.reserve(
             parts,

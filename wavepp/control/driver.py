@@ -31,14 +31,20 @@ from wavepp.control.facts import (
     TimerFired,
     WaveCompleted,
 )
-from wavepp.control.limits import Limits, build_limits, leader_options, refusal
+from wavepp.control.limits import (
+    Limits,
+    build_limits,
+    leader_options,
+    queue_refusal,
+    refusal,
+)
 from wavepp.control.log import DecisionLog
 from wavepp.control.options import DriverOptions
 from wavepp.control.planning import WavePlanning
 from wavepp.control.rounds import Rounds, make_record
 from wavepp.control.states import RequestState
 from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts
-from wavepp.errors import QueueFullError, RequestError
+from wavepp.errors import RequestError
 from wavepp.planner.demand import Demand
 from wavepp.planner.packing import Cut
 from wavepp.protocol.facts import (
@@ -147,7 +153,8 @@ class DriverControl:
                 code="duplicate_request_id",
                 param="request_id",
             )
-        return refusal(self.limits, arrival) or self._queue_refusal(arrival)
+        waiting = self.leader.num_waiting, self.leader.tokens_waiting
+        return refusal(self.limits, arrival) or queue_refusal(self.options, arrival, *waiting)
 
     def handle(self, fact: Fact, *, now: float) -> list[Effect]:
         """Takes one fact at time `now` (seconds, monotonic); returns what is to be done, in order.
@@ -189,22 +196,6 @@ class DriverControl:
             assert self.leader.books.gate.is_idle
 
     # -- arrivals and endings --------------------------------------------------------------------
-
-    def _queue_refusal(self, arrival: Arrival) -> QueueFullError | None:
-        requests_max, waiting = self.options.max_num_queued_reqs, self.leader.num_waiting
-        if requests_max is not None and waiting >= requests_max:
-            return QueueFullError(
-                f"{waiting} requests wait; max_num_queued_reqs is {requests_max}",
-                code="queue_full",
-            )
-        tokens_max = self.options.max_num_queued_tokens
-        tokens = self.leader.tokens_waiting + len(arrival.token_ids)
-        if tokens_max is not None and waiting and tokens > tokens_max:
-            return QueueFullError(
-                f"{tokens} tokens would wait, max_num_queued_tokens is {tokens_max}",
-                code="queue_full",
-            )
-        return None
 
     def _arrived(self, arrival: Arrival, now: float) -> None:
         refused = self.refusal(arrival)

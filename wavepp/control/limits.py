@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from wavepp.control.facts import Arrival
 from wavepp.control.options import DriverOptions, cache_groups
 from wavepp.control.work import GroupFacts, StageFacts
-from wavepp.errors import ConfigError, RequestError
+from wavepp.errors import ConfigError, QueueFullError, RequestError
 from wavepp.protocol.books import LeaderOptions
 from wavepp.protocol.capacity import smallest_capacity
 from wavepp.units import ceil_div
@@ -116,6 +116,24 @@ def refusal(limits: Limits, arrival: Arrival) -> RequestError | None:
             "context_length_exceeded",
         )
     return _pool_refusal(limits, arrival)
+
+
+def queue_refusal(
+    options: DriverOptions, arrival: Arrival, waiting: int, tokens_waiting: int
+) -> QueueFullError | None:
+    """Why the queue, which holds so many requests and tokens, has no place for one more now."""
+    requests_max, tokens_max = options.max_num_queued_reqs, options.max_num_queued_tokens
+    if requests_max is not None and waiting >= requests_max:
+        return QueueFullError(
+            f"{waiting} requests wait; max_num_queued_reqs is {requests_max}", code="queue_full"
+        )
+    tokens = tokens_waiting + len(arrival.token_ids)
+    if tokens_max is not None and waiting and tokens > tokens_max:
+        return QueueFullError(
+            f"{tokens} tokens would wait, max_num_queued_tokens is {tokens_max}",
+            code="queue_full",
+        )
+    return None
 
 
 def _pool_refusal(limits: Limits, arrival: Arrival) -> RequestError | None:
