@@ -328,6 +328,21 @@ def compare(
     run(first, second)
 
 
+@app.command("top")
+def top(
+    url: Annotated[str, typer.Argument(metavar="URL", help="of the server")],
+    api_key: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="the server's bearer token")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.1, metavar="X", help="seconds between looks")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="print one look and end")] = False,
+) -> None:
+    """Show what a server does: its queue, ring, stages, caches and hit rate, until Ctrl-C."""
+    from wavepp.commands.top import run
+
+    run(url, api_key=api_key, every_s=every, once=once)
+
+
 @app.command("sim")
 def sim(
     seeds: Annotated[str, typer.Argument(metavar="SEED | A:B", help="one seed, or a range")],

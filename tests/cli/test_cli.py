@@ -31,7 +31,7 @@ def test_version_and_help() -> None:
     assert shown.returncode == 0
     commands = [line.split()[0] for line in shown.stdout.split("Commands:")[1].splitlines() if line]
     assert commands == [
-        *("run-batch", "serve", "sim", "make-tiny", "check-model", "plan", "trace", "bench"),
+        *("run-batch", "serve", "top", "sim", "make-tiny", "check-model", "plan", "trace", "bench"),
     ]
 
 
