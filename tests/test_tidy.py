@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,12 @@ def test_files_are_short() -> None:
     files = python_files("wavepp", "tests", "examples")
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert {name: count for name, count in lines.items() if count > FILE_LINES_MAX} == {}
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """pytest can't collect two of one name; helpers of one name would shadow each other."""
+    names = Counter(path.name for path in python_files("tests") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_functions_are_short_and_take_few_positional_arguments() -> None:
