@@ -268,15 +268,24 @@ class Engine:
         assert self._backend is not None
         await self._backend.check_health()
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes that no request uses, on every stage.
+    async def reset_prefix_cache(self, stage: int | None = None) -> bool:
+        """Forgets all cached prefixes that no request uses, on every stage or on one.
 
         Returns:
             False when some are in use by running requests; those stay.
+
+        Raises:
+            RequestError: there is no such stage.
         """
-        self._running_facts()
+        stages = len(self._running_facts())
+        if stage is not None and not 0 <= stage < stages:
+            raise RequestError(
+                f"stage {stage}: the pipeline has stages 0 to {stages - 1}",
+                code="unknown_stage",
+                param="stage",
+            )
         assert self._backend is not None
-        return await self._backend.reset_prefix_cache()
+        return await self._backend.reset_prefix_cache(stage)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.

@@ -127,9 +127,10 @@ class LLM:
         """One snapshot of queue, ring and stages."""
         return self._run(self._engine.stats())
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False when running requests still use some of them."""
-        return self._run(self._engine.reset_prefix_cache())
+    def reset_prefix_cache(self, stage: int | None = None) -> bool:
+        """Forgets all cached prefixes, on one stage if said; False when running requests still use
+        some of them."""
+        return self._run(self._engine.reset_prefix_cache(stage))
 
     def close(self) -> None:
         """Aborts what is left and gives back every resource. Safe to call twice."""

@@ -247,3 +247,15 @@ def test_engine_takes_a_config_or_its_fields() -> None:
 def test_engine_wants_a_config(config: Any) -> None:
     with pytest.raises(ConfigError, match="expected an EngineConfig"):
         Engine(config)
+
+
+async def test_one_stage_may_forget_and_then_nobody_reuses(tiny_llama: Path) -> None:
+    prompt = list(range(10, 10 + 130))
+    options = {"pipeline_parallel_size": 2, "transport": "local", "block_size": 16}
+    async with Engine(EngineConfig(model=str(tiny_llama), **options)) as engine:
+        await engine.prefill(prompt)
+        assert (await engine.prefill(prompt)).num_cached_tokens == 128
+        assert await engine.reset_prefix_cache(stage=1) is True
+        assert (await engine.prefill(prompt)).num_cached_tokens == 0
+        with pytest.raises(RequestError, match="stages 0 to 1"):
+            await engine.reset_prefix_cache(stage=2)

@@ -301,7 +301,7 @@ class OneByOne(Checker):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._applies = world.options.admission == "serial"
-        self._before: set[RequestId] = set()
+        self._before: dict[RequestId, int] = {}  # request -> attempt
 
     def sent(self, messages: Sequence[RoundMessage]) -> None:
         ask = messages[0].ask
@@ -315,21 +315,23 @@ class OneByOne(Checker):
 
     def launched(self, schedule: WaveSchedule) -> None:
         if self._applies:
-            still = self._before & being_admitted(self.world)
-            again = {name for name in still if self._was_deferred(name)}
+            still = self._before.keys() & being_admitted(self.world)
+            again = {name for name in still if self._had_to_wait(name)}
             self.require(still == again, "a wave while somebody is being admitted:", still - again)
 
-    def _was_deferred(self, request_id: RequestId) -> bool:
-        """It was deferred for a moment, in which waves were planned, and is asked about anew: the
-        round that does so is not sent yet."""
+    def _had_to_wait(self, request_id: RequestId) -> bool:
+        """It was deferred or undone for a moment, in which waves were planned, and is asked about
+        anew: the round that does so is not sent yet."""
         record = self.world.driver.leader.record(request_id)
-        is_sent = request_id in self.world.asked
-        return record is not None and record.wait.until is not None and not is_sent
+        if record is None or request_id in self.world.asked:
+            return False
+        return record.wait.until is not None or record.attempt > self._before[request_id]
 
     def turned(self) -> None:
         """The same turn may launch a wave and then ask about the next request."""
         if self._applies:
-            self._before = being_admitted(self.world)
+            records = self.world.driver.leader.books.records
+            self._before = {name: records[name].attempt for name in being_admitted(self.world)}
 
 
 def headroom(cache: StageCache, group: int) -> int:
