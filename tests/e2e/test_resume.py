@@ -35,7 +35,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             "method": "POST",
             "url": "/v1/completions",
             "body": {
-                "prompt": [dice.randrange(3, 500) for _ in range(dice.randint(200, 700))],
+                "prompt": [dice.randrange(3, 500) for _ in range(dice.randint(100, 300))],
                 "max_tokens": 1,
                 "logprobs": 1,
             },
