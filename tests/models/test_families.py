@@ -13,6 +13,7 @@ from model_oracle import BarePipeline, load_oracle, oracle_logits, random_prompt
 from safetensors.torch import load_file, save_file
 
 from wavepp.errors import ConfigError
+from wavepp.kernels import torch_dsa
 from wavepp.models.check import check_model
 from wavepp.models.config import read_model_spec
 from wavepp.models.loader import INDEX_NAME, stored_names
@@ -26,6 +27,7 @@ OTHERS = ("gemma3_text",)
 FAMILIES = MOE + MLA + RECURRENT + OTHERS
 SPLITS = [(8,), (3, 5), (1, 5, 2), (2, 1, 4, 1)]
 TOLERANCES = dict.fromkeys(RECURRENT, 1e-4)
+NEAR_TIE = 3e-6
 BLOCK = 64
 
 
@@ -64,17 +66,50 @@ def test_pipeline_equals_transformers(tiny_folder, expected_logits, family, spli
         check(sequence, expected_logits(family, sequence.token_ids), family)
 
 
+@pytest.fixture
+def margins(monkeypatch) -> list[float]:
+    """How far, in each sparse row, the least score that was chosen lies above the next one. What is
+    nearly a tie is decided by rounding, in another way on another machine."""
+    seen: list[float] = []
+
+    def largest(scores: torch.Tensor, count: int) -> torch.Tensor:
+        if scores.shape[1] > count:
+            least, following = scores.topk(count + 1, dim=-1).values[:, -2:].unbind(1)
+            seen.extend((least - following)[following.isfinite()].tolist())
+        return scores.topk(count, dim=-1).indices
+
+    monkeypatch.setattr(torch_dsa, "largest", largest)
+    return seen
+
+
+def prefill_without_ties(pipeline, draw, margins: list[float], rng, budget: int):
+    """A sequence that `draw` makes, computed; another one while some choice is nearly a tie."""
+    for _ in range(20):
+        margins.clear()
+        sequence = draw()
+        pipeline.prefill([sequence], budget, rng)
+        if min(margins, default=1.0) > NEAR_TIE:
+            return sequence
+    raise AssertionError("every prompt has a choice that is nearly a tie")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prefix_resumes_at_every_block_boundary(tiny_folder, expected_logits, family):
+def test_prefix_resumes_at_every_block_boundary(tiny_folder, expected_logits, family, margins):
     rng = random.Random(3)
-    pipeline = BarePipeline(tiny_folder(family), (3, 5), block_size=BLOCK, blocks=64)
-    first = pipeline.sequence(random_prompt(rng, 300))
-    pipeline.prefill([first], 128, rng)
+    pipeline = BarePipeline(tiny_folder(family), (3, 5), block_size=BLOCK, blocks=700)
+
+    def draw_first():
+        return pipeline.sequence(random_prompt(rng, 300))
+
+    first = prefill_without_ties(pipeline, draw_first, margins, rng, 128)
     for at in range(0, 257, BLOCK):
-        prompt = first.token_ids[:at] + random_prompt(rng, 330 - at)
-        second = pipeline.sequence(prompt, like=first, at=at)
-        pipeline.prefill([second], 100, rng)
-        check(second, expected_logits(family, prompt)[at:], family)
+
+        def draw(at: int = at):
+            prompt = first.token_ids[:at] + random_prompt(rng, 330 - at)
+            return pipeline.sequence(prompt, like=first, at=at)
+
+        second = prefill_without_ties(pipeline, draw, margins, rng, 100)
+        check(second, expected_logits(family, second.token_ids)[at:], family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

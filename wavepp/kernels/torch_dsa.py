@@ -53,8 +53,13 @@ def dsa_select(
             at = torch.arange(rows.start + begin, rows.start + end, device=q.device)
             later = torch.arange(keys.shape[1], device=q.device) > at[:, None]
             scores.masked_fill_(later, float("-inf"))
-            chosen[part] = scores.topk(top_k, dim=-1, sorted=False).indices.to(torch.int32)
+            chosen[part] = largest(scores, top_k).to(torch.int32)
     return chosen
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """Columns of the largest scores of each row, [rows, count], in no particular order."""
+    return scores.topk(count, dim=-1, sorted=False).indices
 
 
 def dsa_attend(
