@@ -21,6 +21,7 @@ FOUR: dict[str, Any] = {
     "block_size": B,
     "max_num_batched_tokens": 2 * B,
     "num_gpu_blocks_override": 40,
+    "planner": "greedy",
     "max_num_seqs": 8,
 }
 
