@@ -65,7 +65,7 @@ class Program:
         return output
 
     def check_nothing_left(self, *, started: bool = True) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 20
         while left := marked_processes(self.mark):
             assert time.monotonic() < deadline, left
             time.sleep(0.2)

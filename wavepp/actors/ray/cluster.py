@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import ray
 from ray._common.utils import get_default_ray_temp_dir
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -73,12 +74,14 @@ class Cluster:
 
     def leave(self) -> None:
         """Undoes what `join_or_start` did. Safe to call twice."""
+        daemons = [] if self._raylet_pid is None else _daemons(self._raylet_pid)
         if self._connected_here and ray.is_initialized():
             ray.shutdown()
         self._connected_here = False
         raylet_pid, self._raylet_pid = self._raylet_pid, None
         if raylet_pid is not None:
             atexit.unregister(self.leave)
+            psutil.wait_procs(daemons, timeout=SESSION_REMOVAL_S)
             _remove_sessions()
             sweep_semaphores(raylet_pid)
 
@@ -163,6 +166,21 @@ def _start_local(env: Mapping[str, str]) -> int:
     return int(raylet.process.pid)
 
 
+def _daemons(raylet_pid: int) -> list[psutil.Process]:
+    """Ray's processes on the node of our own: until they end they may write to its session folder,
+    and so bring it back."""
+    node = ray._private.worker._global_node
+    pids = {raylet_pid}
+    if node is not None:
+        pids.update(each.process.pid for kind in node.all_processes.values() for each in kind)
+    found: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
 @contextlib.contextmanager
 def _environment(env: Mapping[str, str]) -> Iterator[None]:
     """Sets variables of this process for a while: what it starts meanwhile inherits them."""
@@ -181,8 +199,7 @@ def _environment(env: Mapping[str, str]) -> Iterator[None]:
 def _remove_sessions() -> None:
     """Removes the session folders of nodes this process started: their names end with its pid.
 
-    Ray's daemons may still write to their logs as they end, and so bring a folder back: it is
-    removed until it stays away.
+    A daemon that was too slow to end may bring a folder back: it is removed until it stays away.
     """
     parent = Path(get_default_ray_temp_dir())  # type: ignore[no-untyped-call]
     deadline = time.monotonic() + SESSION_REMOVAL_S
