@@ -22,6 +22,7 @@ STANDARD: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "num_gpu_blocks_override": 40,
     "max_num_seqs": 8,
+    "planner": "greedy",  # whose waves can be counted beforehand
 }
 
 names = (f"r{number}" for number in itertools.count())

@@ -59,7 +59,7 @@ def check_fcfs(world: World) -> None:
     assert world.first_claims() == sorted(world.first_claims())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(worlds, prompts, st.randoms(use_true_random=False), st.integers(0, 3))
 def test_random_interleavings_give_right_answers(
     world: World, prompts: list[list[int]], rng: random.Random, max_tokens: int
@@ -75,7 +75,7 @@ def test_random_interleavings_give_right_answers(
     check_fcfs(world)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(worlds, prompts, st.randoms(use_true_random=False))
 def test_random_aborts_leave_nothing_behind(
     world: World, prompts: list[list[int]], rng: random.Random
@@ -98,7 +98,7 @@ def test_random_aborts_leave_nothing_behind(
     check_fcfs(world)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(worlds, prompts, st.randoms(use_true_random=False))
 def test_random_failures_hit_only_the_guilty(
     world: World, prompts: list[list[int]], rng: random.Random
@@ -244,7 +244,7 @@ reusing_worlds = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(reusing_worlds, shared_prompts, st.randoms(use_true_random=False), st.integers(0, 3))
 def test_random_reuse_gives_right_answers(
     world: World, shapes: list[tuple[int, int, int]], rng: random.Random, max_tokens: int
