@@ -15,6 +15,7 @@ import typer
 
 from wavepp import __version__
 from wavepp.commands.bench_ablation import run_ablation
+from wavepp.commands.bench_options import JsonFile, NumPrefixes, Repeats, ReuseFrac
 from wavepp.commands.engine_flags import engine_command
 from wavepp.config import EngineConfig, build_config
 from wavepp.errors import ConfigError, RequestError, WavePPError
@@ -112,20 +113,13 @@ def throughput(
     trace_scale: Annotated[
         float, typer.Option(min=1e-6, metavar="X", help="times faster than the trace was recorded")
     ] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="timed runs of each cell")] = 3,
-    reuse_frac: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, metavar="X", help="of a prompt that is a shared prefix"),
-    ] = 0.9,
-    num_prefixes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="distinct shared prefixes")
-    ] = 4,
+    repeats: Repeats = 3,
+    reuse_frac: ReuseFrac = 0.9,
+    num_prefixes: NumPrefixes = 4,
     baseline: Annotated[
         str | None, typer.Option(metavar="transformers", help="run it in turn, on the same tokens")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="write meta and rows here")
-    ] = None,
+    json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="draw throughput, waves, wave sizes")
     ] = None,
@@ -208,9 +202,7 @@ def admission(
     ] = 200,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="timed runs of each")] = 5,
     seed: Annotated[int, typer.Option(metavar="N", help="of the made prompts")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="write meta and rows here")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure admission: keys, probes, hints, leases, escrows, lock holds, whole admissions.
 

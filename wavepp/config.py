@@ -342,6 +342,18 @@ class EngineConfig(BaseModel):
         waves = 2 * self.pipeline_parallel_size if waves is None else waves
         return waves * self.max_num_batched_tokens
 
+    def model_len(self, own: int, refusal: str) -> int:
+        """Longest prompt of a model that has `own` positions.
+
+        Raises:
+            ConfigError: max_model_len asks for more; `refusal` says what there is.
+        """
+        if self.max_model_len is None:
+            return own
+        if self.max_model_len > own:
+            raise ConfigError(f"max_model_len {self.max_model_len}: {refusal}")
+        return self.max_model_len
+
     @property
     def model_name(self) -> str:
         """The name users see."""

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -234,13 +241,7 @@ class Engine:
             async with room:
                 return await self._submit_when_room(request)
 
-        tasks = [asyncio.create_task(run(request)) for request in requests]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await all_or_none([run(request) for request in requests])
 
     async def abort(self, request_id: str) -> bool:
         """Aborts a request in any state: its prefill returns finish_reason "abort".
@@ -377,6 +378,17 @@ class Engine:
                 param="prompt",
             )
         return self._tokenizer
+
+
+async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs them together; when one fails the others are cancelled, and have ended."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def build_backend(config: EngineConfig) -> EngineBackend:

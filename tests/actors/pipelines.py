@@ -29,7 +29,7 @@ names = (f"r{number}" for number in itertools.count())
 
 
 def config_of(**options: Any) -> EngineConfig:
-    return EngineConfig(model="checksum", **options)
+    return EngineConfig(**{"model": "checksum", **options})
 
 
 def request(tokens: Sequence[int], **fields: Any) -> PrefillRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from pipelines import assert_nothing_left, config_of, eventually, request
 from wavepp.actors.local import LocalPipeline
 from wavepp.actors.ports import EngineBackend, ExecutorFactory
 from wavepp.control.stage import StageControl
-from wavepp.requests import PrefillResult
+from wavepp.requests import EngineStats, PrefillResult
 
 DOCUMENTS = 3
 
@@ -89,6 +89,29 @@ async def assert_conserved(pipeline: LocalPipeline) -> None:
     for control in controls(pipeline):
         control.check()
         assert control.cache.leftovers() is None
+
+
+async def check_rounds(
+    pipeline: LocalPipeline,
+    rounds: Sequence[Sequence[Job]],
+    plain: Sequence[PrefillResult],
+    assert_same_answer: Callable[[PrefillResult, PrefillResult], None],
+) -> EngineStats:
+    """Runs a pipeline that is not started: the pools are conserved after each round, and who was
+    not aborted got the answer that is in `plain`."""
+    await pipeline.start()
+    try:
+        results = []
+        for jobs in rounds:
+            results += await run_jobs(pipeline, jobs, logprobs=5)
+            await assert_conserved(pipeline)
+        stats = await pipeline.stats()
+    finally:
+        await pipeline.close()
+    for result, expected in zip(results, plain, strict=True):
+        if result.finish_reason != "abort":
+            assert_same_answer(result, expected)
+    return stats
 
 
 @asynccontextmanager

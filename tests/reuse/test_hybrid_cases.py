@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pipelines import config_of, request
-from reuse_workloads import assert_conserved, controls
+from pipelines import request
+from reuse_workloads import assert_conserved, controls, local
 from watched_executor import WatchedExecutor
 
 from wavepp.actors.executors import TorchExecutor, torch_executor
@@ -26,7 +26,6 @@ from wavepp.requests import PrefillResult
 B = 64
 FAMILIES = ("kimi_linear", "qwen3_5_text")
 OPTIONS: dict[str, Any] = {
-    "transport": "local",
     "pipeline_parallel_size": 2,
     "layer_partition": (3, 5),  # the first stage has no attention
     "block_size": B,
@@ -43,18 +42,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_tiny(family, base / family) for family in FAMILIES}
 
 
-@asynccontextmanager
-async def engine(
+def engine(
     folder: Path, factory: Any = torch_executor, **options: Any
-) -> AsyncIterator[LocalPipeline]:
-    config = config_of(**{**OPTIONS, **options}).model_copy(update={"model": str(folder)})
-    pipeline = LocalPipeline(config, factory)
-    await pipeline.start()
-    try:
-        yield pipeline
-        await assert_conserved(pipeline)
-    finally:
-        await pipeline.close()
+) -> AbstractAsyncContextManager[LocalPipeline]:
+    return local(factory, **{**OPTIONS, **options, "model": str(folder)})
 
 
 @asynccontextmanager

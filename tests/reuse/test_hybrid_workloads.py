@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pipelines import config_of
-from reuse_workloads import Job, assert_conserved, draw_documents, draw_jobs, run_jobs
+from reuse_workloads import Job, check_rounds, draw_documents, draw_jobs, run_jobs
 from watched_executor import WatchedExecutor
 
 from wavepp.actors.executors import TorchExecutor
@@ -90,18 +90,7 @@ async def test_reuse_changes_no_logprob(
 
     small = {"max_num_batched_tokens": 2 * BLOCK, "num_gpu_blocks_override": 20, "max_num_seqs": 3}
     pipeline = LocalPipeline(config_for(folders[family], {**small, **options}), executor)
-    await pipeline.start()
-    try:
-        results = []
-        for jobs in rounds:
-            results += await run_jobs(pipeline, jobs, logprobs=5)
-            await assert_conserved(pipeline)
-        stats = await pipeline.stats()
-    finally:
-        await pipeline.close()
-    for result, expected in zip(results, plain, strict=True):
-        if result.finish_reason != "abort":
-            assert_same_answer(result, expected)
+    stats = await check_rounds(pipeline, rounds, plain, assert_same_answer)
     assert stats.prefix_hits > 0
     assert stats.invariant_violations == 0
     for stage, watched in zip(stats.stages, sorted(made, key=lambda e: e.facts.stage), strict=True):

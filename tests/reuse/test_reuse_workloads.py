@@ -14,6 +14,7 @@ from pipelines import config_of
 from reuse_workloads import (
     Job,
     assert_conserved,
+    check_rounds,
     draw_documents,
     draw_jobs,
     local,
@@ -152,18 +153,7 @@ async def test_row_d7_reuse_and_uneven_splits_change_no_logprob(
     pipeline = LocalPipeline(
         config.model_copy(update={"model": str(folders[family])}), torch_executor
     )
-    await pipeline.start()
-    try:
-        results = []
-        for jobs in rounds:
-            results += await run_jobs(pipeline, jobs, logprobs=5)
-            await assert_conserved(pipeline)
-        stats = await pipeline.stats()
-    finally:
-        await pipeline.close()
-    for result, expected in zip(results, plain, strict=True):
-        if result.finish_reason != "abort":
-            assert_same_answer(result, expected)
+    stats = await check_rounds(pipeline, rounds, plain, assert_same_answer)
     assert stats.prefix_hits > 0
     assert min(stage.evicted for stage in stats.stages) > 0
     assert all((stage.offloaded > 0) == (host_gib is not None) for stage in stats.stages)

@@ -64,7 +64,10 @@ class TorchExecutor:
     def __init__(self, config: EngineConfig, stage: int) -> None:
         spec = read_model_spec(config.model, config.dtype)
         _check_block_size(config, spec)
-        max_model_len = _max_model_len(config, spec)
+        max_model_len = config.model_len(
+            spec.max_model_len,
+            f"the model has only {spec.max_model_len} positions (max_position_embeddings)",
+        )
         lo, hi = stage_layers(spec, config.pipeline_parallel_size, config.layer_partition)[stage]
         self._device = _device(config)
         self._threads = config.threads_per_stage or _default_threads(config.pipeline_parallel_size)
@@ -180,17 +183,6 @@ def _device(config: EngineConfig) -> torch.device:
 def _default_threads(stages: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // stages)
-
-
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    if config.max_model_len is None:
-        return spec.max_model_len
-    if config.max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len}: the model has only {spec.max_model_len} "
-            "positions (max_position_embeddings)"
-        )
-    return config.max_model_len
 
 
 def _group_facts(

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from wavepp.commands.bench_options import JsonFile, NumPrefixes, Repeats, ReuseFrac
 from wavepp.config import EngineConfig
 
 ROWS = "naive,wave,escrow,mpu,balanced,tp"
@@ -33,17 +34,10 @@ def run_ablation(
         int | None,
         typer.Option(min=1, metavar="N", help="in a timed run; default: twice the concurrency"),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="timed runs of each cell")] = 3,
-    reuse_frac: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, metavar="X", help="of a prompt that is a shared prefix"),
-    ] = 0.9,
-    num_prefixes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="distinct shared prefixes")
-    ] = 4,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="write meta and rows here")
-    ] = None,
+    repeats: Repeats = 3,
+    reuse_frac: ReuseFrac = 0.9,
+    num_prefixes: NumPrefixes = 4,
+    json_file: JsonFile = None,
     results: Annotated[
         Path | None, typer.Option(metavar="PAGE.md", help="put the tables between a page's marks")
     ] = None,

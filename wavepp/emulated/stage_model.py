@@ -65,7 +65,9 @@ def build_stage_model(config: EngineConfig, stage: int) -> StageModel:
             layers=layers,
             block_size=config.block_size,
             vocab_size=model.vocab_size,
-            max_model_len=_max_model_len(config, model),
+            max_model_len=config.model_len(
+                model.max_model_len, f"{model.name} has only {model.max_model_len}"
+            ),
             groups=groups,
             weight_bytes=weights,
         ),
@@ -211,13 +213,3 @@ def _weight_bytes(model: CostModel, layers: Layers) -> int:
     held = sum(kind.weight_bytes for kind in model.layer_kinds[lo:hi])
     held += model.ends.embedding_bytes if lo == 0 else 0
     return held + (model.ends.head_bytes if hi == len(model.layer_kinds) else 0)
-
-
-def _max_model_len(config: EngineConfig, model: CostModel) -> int:
-    if config.max_model_len is None:
-        return model.max_model_len
-    if config.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len}: {model.name} has only {model.max_model_len}"
-        )
-    return config.max_model_len

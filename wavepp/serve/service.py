@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from wavepp import __version__
 from wavepp.batch.asking import build_requests, check_model
 from wavepp.batch.responses import Naming, failure_of
 from wavepp.config import EngineConfig
-from wavepp.engine import Engine
+from wavepp.engine import Engine, all_or_none
 from wavepp.errors import RequestError, WavePPError
 from wavepp.requests import EngineStats, Increment, PrefillRequest, PrefillResult
 from wavepp.serve.asked import Asked, Kind, read_asked
@@ -28,8 +28,6 @@ from wavepp.serve.health import HealthWatch
 from wavepp.serve.metrics import Metrics
 from wavepp.serve.problems import ApiError, problem_of
 from wavepp.serve.wire import DONE, Chunks, as_json, event, whole_body
-
-T = TypeVar("T")
 
 STATS_S_MAX = 1.0
 ID_CHARS_MAX = 128
@@ -213,17 +211,6 @@ def _raise_failure(result: PrefillResult) -> None:
     if failure is not None:
         status, body = failure
         raise ApiError(status, body["error"]["message"], code=body["error"]["code"])
-
-
-async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs them together; when one fails the others are cancelled, and have ended."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def merged(
