@@ -15,6 +15,7 @@ import typer
 
 from wavepp import __version__
 from wavepp.commands.bench_ablation import run_ablation
+from wavepp.commands.bench_grid import run_grid
 from wavepp.commands.bench_options import JsonFile, NumPrefixes, Repeats, ReuseFrac
 from wavepp.commands.engine_flags import engine_command
 from wavepp.config import EngineConfig, build_config
@@ -183,6 +184,7 @@ app.command("run-batch")(engine_command(run_batch))
 app.command("serve")(engine_command(serve))
 bench.command("throughput")(engine_command(throughput, left_out=frozenset({"trace"})))
 bench.command("ablation")(engine_command(run_ablation, left_out=frozenset({"trace"})))
+bench.command("grid")(engine_command(run_grid, left_out=frozenset({"trace", "planner"})))
 
 
 @bench.command("admission")

@@ -5,11 +5,13 @@ Owns: plain data. May not: read a configuration; the actors do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wavepp.cache.types import CacheConfig, GroupSpec, Reservation
 from wavepp.control.work import StageFacts
 from wavepp.planner.factory import PROGRESS_DEADLINE_S, PlannerName
+from wavepp.planner.wave_time import StageCosts
 from wavepp.protocol.agreement import Agreement
 from wavepp.protocol.books import AdmissionMode
 
@@ -20,6 +22,7 @@ class DriverOptions:
 
     Attributes:
         ring_depth: R. wave_tokens_max: M. wave_tokens_min: b_min; None: M. pipeline_fill: F.
+        stage_costs: what planner `balanced` starts from, one a stage; None: all is measured.
         headroom_tokens: 2PM, what admission leaves free on every stage.
     """
 
@@ -28,6 +31,7 @@ class DriverOptions:
     max_num_seqs: int
     wave_tokens_min: int | None = None
     planner: PlannerName = "mpu"
+    stage_costs: Sequence[StageCosts] | None = None
     pipeline_fill: int = 2
     progress_deadline_s: float = PROGRESS_DEADLINE_S
     max_model_len: int | None = None

@@ -26,7 +26,8 @@ class WavePlanning:
     """One pipeline's waves, from demand to completion.
 
     Raises:
-        ConfigError: M or b_min do not fit the block size (not asked of `greedy`).
+        ConfigError: M or b_min do not fit the block size (not asked of `greedy`), or not one set of
+            coefficients a stage.
     """
 
     def __init__(self, options: DriverOptions, *, block_size: int, num_stages: int) -> None:
@@ -46,6 +47,7 @@ class WavePlanning:
                 ring_depth=options.ring_depth,
                 pipeline_fill=options.pipeline_fill,
                 progress_deadline_s=options.progress_deadline_s,
+                stage_costs=options.stage_costs,
             ),
         )
         self.ring: Ring[WaveSchedule] = Ring(options.ring_depth)

@@ -72,9 +72,14 @@ class Link:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def send(self, action: Action) -> None:
-        """Does `action` at the other end when the message arrives."""
-        self._last = max(self._clock.now + self._delay(), self._last + FIFO_GAP_S)
+    def send(self, action: Action, *, takes_s: float = 0.0) -> None:
+        """Does `action` at the other end when the message arrives.
+
+        Args:
+            takes_s: for what it carries, besides the delay.
+        """
+        arrives = self._clock.now + self._delay() + takes_s
+        self._last = max(arrives, self._last + FIFO_GAP_S)
         self._waiting.append(action)
         self._clock.at(self._last, self._arrive)
 

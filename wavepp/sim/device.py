@@ -12,6 +12,7 @@ writing its blocks, snapshots and working slot.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from wavepp.cache.types import (
@@ -23,7 +24,7 @@ from wavepp.cache.types import (
     ZeroSlot,
 )
 from wavepp.control.work import SpanWork
-from wavepp.sim.options import VOCABULARY, Job
+from wavepp.sim.options import VOCABULARY, Job, Tokens
 from wavepp.sim.violation import Violation
 
 NOTHING = 0
@@ -33,9 +34,9 @@ NOTHING = 0
 class Text:
     """The tokens of one request, and digests of its prefixes."""
 
-    def __init__(self, salt: str, tokens: tuple[int, ...], block_size: int) -> None:
+    def __init__(self, salt: str, tokens: Tokens, block_size: int) -> None:
         self._size = block_size
-        self._tokens = list(tokens)
+        self._tokens = np.asarray(tokens, dtype="<i4")
         self._chain = [xxhash.xxh3_64_intdigest(b"salt:" + salt.encode())]
 
     @classmethod
@@ -43,10 +44,11 @@ class Text:
         """The prompt of a job, and what it makes: one token after another, told by all before."""
         text = cls(job.salt, job.tokens, block_size)
         for _ in range(job.max_tokens - 1):
-            text._tokens.append(text.digest(len(text._tokens)) % VOCABULARY)
+            made = text.digest(len(text._tokens)) % VOCABULARY
+            text._tokens = np.append(text._tokens, np.int32(made))
         return text
 
-    def tokens(self, start: int, length: int) -> list[int]:
+    def tokens(self, start: int, length: int) -> npt.NDArray[np.int32]:
         """Tokens [start, start + length)."""
         return self._tokens[start : start + length]
 
@@ -75,8 +77,8 @@ class Text:
         return [*held, self.digest(count)] if rest else held
 
 
-def _fold(before: int, tokens: list[int]) -> int:
-    text = before.to_bytes(8, "little") + np.asarray(tokens, dtype="<i4").tobytes()
+def _fold(before: int, tokens: npt.NDArray[np.int32]) -> int:
+    text = before.to_bytes(8, "little") + tokens.tobytes()
     return xxhash.xxh3_64_intdigest(text)
 
 

@@ -12,10 +12,18 @@ from dataclasses import dataclass
 
 from wavepp.cache.types import GroupSpec, Reservation
 from wavepp.planner.factory import PlannerName
+from wavepp.planner.wave_time import StageCosts
 from wavepp.protocol.agreement import Agreement
 from wavepp.protocol.books import AdmissionMode
 from wavepp.protocol.states import Phase
-from wavepp.sim.options import VOCABULARY, Faults, Job, StageOptions, WorldOptions
+from wavepp.sim.options import (
+    VOCABULARY,
+    WAVE_SECONDS,
+    Faults,
+    Job,
+    StageOptions,
+    WorldOptions,
+)
 
 KIND_MIXES = (
     ("attention", "recurrent", "both"),
@@ -161,7 +169,7 @@ def _stage(rng: random.Random, kind: str, sizes: _Sizes) -> StageOptions:
         )
     return StageOptions(
         groups=tuple(groups),
-        seconds_per_token=rng.choice((1e-5, 5e-5, 2e-4)),
+        costs=StageCosts(c0=WAVE_SECONDS, c1=rng.choice((1e-5, 5e-5, 2e-4)), c2=0.0),
         snapshot_interval=rng.choice((None, 2 * block, 4 * block) if scarce else (block,)),
         max_snapshots_per_path=rng.choice((1, 2, 4) if scarce else (8, 64)),
     )
@@ -179,7 +187,7 @@ def _shrink(rng: random.Random, stages: tuple[StageOptions, ...]) -> tuple[Stage
     lying = StageOptions(
         groups=stage.groups,
         told=told,
-        seconds_per_token=stage.seconds_per_token,
+        costs=stage.costs,
         snapshot_interval=stage.snapshot_interval,
         max_snapshots_per_path=stage.max_snapshots_per_path,
     )
@@ -257,7 +265,7 @@ def _prompt(
 ) -> tuple[int, ...]:
     """A document cut somewhere and a question of its own; an old prompt again, or grown longer."""
     if jobs and rng.random() < 0.35:
-        old = rng.choice(jobs).tokens
+        old = tuple(rng.choice(jobs).tokens)
         return old if rng.random() < 0.5 else old + _tokens(rng, rng.randint(1, 2 * block))
     return rng.choice(documents).cut(rng) + _tokens(rng, rng.randint(1, 2 * block))
 

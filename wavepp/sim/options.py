@@ -9,13 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from wavepp.cache.types import GroupSpec, Reservation
 from wavepp.planner.factory import PROGRESS_DEADLINE_S, PlannerName
+from wavepp.planner.wave_time import StageCosts
 from wavepp.protocol.agreement import Agreement
 from wavepp.protocol.books import AdmissionMode
 from wavepp.protocol.states import Phase
 
 VOCABULARY = 5000
+
+Tokens = tuple[int, ...] | npt.NDArray[np.int32]
+
+WAVE_SECONDS = 2e-4
+"""Of a wave on a stage, beside its tokens, where nothing else is said."""
+
+
+QUICK = StageCosts(c0=WAVE_SECONDS, c1=1e-4, c2=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +37,18 @@ class StageOptions:
     Attributes:
         told: group -> units that the driver is told, where that is not the truth (a fault: memory
             that went away after the start).
-        seconds_per_token: cost model, together with `WAVE_SECONDS` a wave.
+        costs: seconds of a wave on this stage. head_s: besides, when a wave samples.
+        link_s, link_token_s: until a wave's activations are on the next stage, besides the
+            message's own delay.
         snapshot_interval, max_snapshots_per_path: as in CacheOptions; stages may differ.
     """
 
     groups: tuple[GroupSpec, ...]
     told: Mapping[str, int] = field(default_factory=dict)
-    seconds_per_token: float = 1e-4
+    costs: StageCosts = QUICK
+    head_s: float = 0.0
+    link_s: float = 0.0
+    link_token_s: float = 0.0
     snapshot_interval: int | None = None
     max_snapshots_per_path: int = 16
 
@@ -64,6 +81,7 @@ class WorldOptions:
     """The pipeline. Names as in EngineConfig; `wave_tokens_max` is M, `ring_depth` is R.
 
     Attributes:
+        stage_costs: what `balanced` starts from, one a stage; None: it measures all.
         round_delay_s, wave_delay_s: mean time of a message of a round, of the data plane.
         weak_keys: block keys of 8 bits: hints and deferrals are often wrong, state never.
         audit_every: lock holds between two full recounts of a stage's cache.
@@ -77,6 +95,7 @@ class WorldOptions:
     wave_tokens_max: int = 16
     wave_tokens_min: int | None = None
     planner: PlannerName = "mpu"
+    stage_costs: tuple[StageCosts, ...] | None = None
     pipeline_fill: int = 2
     progress_deadline_s: float = PROGRESS_DEADLINE_S
     max_num_seqs: int = 4
@@ -108,7 +127,7 @@ class Job:
 
     name: str
     at_s: float
-    tokens: tuple[int, ...]
+    tokens: Tokens
     salt: str = ""
     max_tokens: int = 1
     scores: bool = False

@@ -14,21 +14,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from wavepp.cache.escrow import Hold
 from wavepp.cache.reclaim import allocate
 from wavepp.control.options import CacheOptions
 from wavepp.control.stage import PreparedWave, StageControl
 from wavepp.control.work import ErrorRecord, GroupFacts, SpanOutput, SpanWork, StageFacts
+from wavepp.planner.wave_time import WaveLoad
 from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSchedule
 from wavepp.protocol.votes import Retry
 from wavepp.sim.clock import Action, Clock
 from wavepp.sim.device import Device, Text
 from wavepp.sim.options import VOCABULARY, Faults, StageOptions, WorldOptions
+from wavepp.sim.times import StageTimes
 from wavepp.sim.violation import Violation
 from wavepp.units import RequestId, StageIndex, WaveNumber
-
-WAVE_SECONDS = 2e-4
-"""Of a wave on a stage, beside its tokens."""
 
 SLOW = 20.0
 
@@ -38,11 +39,12 @@ class Parcel:
     """What travels from stage to stage with one wave.
 
     Attributes:
-        errors: of all stages so far, the first word on a request counts.
+        tokens: in the wave. errors: of all stages so far, the first word on a request counts.
         acks, seconds: one a stage so far.
     """
 
     wave: WaveNumber
+    tokens: int = 0
     errors: tuple[ErrorRecord, ...] = ()
     outputs: tuple[SpanOutput, ...] = ()
     acks: tuple[StageAck, ...] = ()
@@ -145,13 +147,14 @@ class SimStage:
         self.device = Device(
             self.control.cache.config.groups, block_size=world.block_size, slots=world.max_num_seqs
         )
-        self._schedules: deque[WaveSchedule] = deque()
+        self.times = StageTimes()
+        self._schedules: deque[tuple[WaveSchedule, float]] = deque()  # with the time it came
         self._parcels: deque[Parcel] = deque()
         self._prepared: PreparedWave | None = None
         self._computing = False
         self._blocks = world.admission == "serial" and index < len(world.stages) - 1
         self._sending = False
-        self._computing_from_s = 0.0
+        self._scheduled_s = self._computing_from_s = 0.0
         self._wave_runs = False  # the WAVE thread is in the middle of something
         self._loop_runs = False
 
@@ -197,7 +200,7 @@ class SimStage:
 
     def schedule(self, schedule: WaveSchedule) -> None:
         """A wave's schedule arrives."""
-        self._schedules.append(schedule)
+        self._schedules.append((schedule, self.ports.clock.now))
         self._kick()
 
     def parcel(self, parcel: Parcel) -> None:
@@ -218,7 +221,8 @@ class SimStage:
         if self._prepared is None:
             if not self._schedules:
                 return
-            self._prepare(self._schedules.popleft())
+            schedule, self._scheduled_s = self._schedules.popleft()
+            self._prepare(schedule)
         if self.index > 0 and not self._parcels:
             return
         assert self._prepared is not None
@@ -226,13 +230,17 @@ class SimStage:
             self.ports.took()
         self._computing = True
         self._computing_from_s = self.ports.clock.now
-        tokens = self._prepared.schedule.num_tokens
-        seconds = WAVE_SECONDS + self.options.seconds_per_token * tokens
+        seconds = self._wave_seconds(self._prepared)
         if self._happens(self.ports.faults().slow):
             self.ports.count("slow")
             seconds *= SLOW
         wave = self._prepared.schedule.wave
         self.ports.clock.after(seconds, lambda: self._finish(wave))
+
+    def _wave_seconds(self, prepared: PreparedWave) -> float:
+        seconds = self.options.costs.seconds(WaveLoad.of(prepared.schedule.spans))
+        samples = self.options.head_s and any(work.sample for work in prepared.work.spans)
+        return seconds + self.options.head_s if samples else seconds
 
     def _prepare(self, schedule: WaveSchedule) -> None:
         self._loop_runs = True
@@ -254,20 +262,24 @@ class SimStage:
         self._loop_runs = False
         self._prepared, self._computing = None, False
         self._sending = self._blocks
-        took_s = self.ports.clock.now - self._computing_from_s
+        from_s, done_s = self._computing_from_s, self.ports.clock.now
+        self.times.computed(wave, scheduled_s=self._scheduled_s, from_s=from_s, done_s=done_s)
         self.ports.emit(
             Parcel(
                 wave=wave,
+                tokens=prepared.schedule.num_tokens,
                 errors=failures,
                 outputs=outputs,
                 acks=(*before.acks, ack),
-                seconds=(*before.seconds, took_s),
+                seconds=(*before.seconds, done_s - from_s),
             )
         )
         self._kick()
 
     def sent(self) -> None:
         """The next stage has taken the parcel: with blocking sends LOOP may go on."""
+        if self._sending:
+            self.times.sent(self.ports.clock.now)
         self._sending = False
         self._kick()
 
@@ -286,7 +298,7 @@ class SimStage:
 
     def _compute_span(self, work: SpanWork) -> SpanOutput:
         text = self.ports.texts[work.request_id]
-        if text.tokens(work.start, work.length) != work.token_ids.tolist():
+        if not np.array_equal(text.tokens(work.start, work.length), work.token_ids):
             raise Violation("7 spans", f"{work.request_id} got other tokens at {work.start}")
         digest = self.device.compute(work, text)
         token = digest % VOCABULARY if work.sample else None

@@ -83,6 +83,7 @@ class World:
         self.names: dict[str, RequestId] = {}  # of the latest request of that name
         self.texts: dict[RequestId, Text] = {}
         self.before_round: Callable[[RoundMessage, SimStage], None] | None = None  # for tests
+        self.after_finish: Callable[[Job], None] | None = None  # of users who then ask again
         self._delays = self.rng("delays")
         self._late = self.rng("late")
         self._cancelled: set[str] = set()
@@ -103,6 +104,7 @@ class World:
             hash_bytes=_weak if options.weak_keys else xxhash.xxh3_128_digest,
         )
         self.arrived = 0  # in this epoch
+        self.wave_tokens: list[int] = []  # of every wave launched
         self._replies: list[RoundReply] = []
         self.asked: set[RequestId] = set()  # whom the round that is out asks about
         self._timer: float | None = None
@@ -176,6 +178,7 @@ class World:
             wave_tokens_max=options.wave_tokens_max,
             wave_tokens_min=options.wave_tokens_min,
             planner=options.planner,
+            stage_costs=options.stage_costs,
             pipeline_fill=options.pipeline_fill,
             progress_deadline_s=options.progress_deadline_s,
             max_num_seqs=options.max_num_seqs,
@@ -355,6 +358,7 @@ class World:
             raise Violation("9 admission", f"an answer that came again led to {effects}")
 
     def _launch(self, schedule: WaveSchedule) -> None:
+        self.wave_tokens.append(schedule.num_tokens)
         self._each("launched", schedule)
         spans = " ".join(f"{s.request_id}[{s.start}+{s.length}]" for s in schedule.spans)
         self._say("driver", "wave", str(schedule.wave), spans)
@@ -371,7 +375,9 @@ class World:
             if following < len(self.stages)
             else partial(self._completed, parcel)
         )
-        self._parcel_links[index].send(deliver)
+        stage = self.options.stages[index]
+        takes_s = stage.link_s + parcel.tokens * stage.link_token_s
+        self._parcel_links[index].send(deliver, takes_s=takes_s)
 
     def _completed(self, parcel: Parcel) -> None:
         self._progress_at = self.clock.events
@@ -391,7 +397,10 @@ class World:
         self.results[finish.user_id] = result
         self._say("driver", "finish", finish.user_id,
                   f"{result.finish_reason}, {result.num_cached_tokens} cached")  # fmt: skip
-        self._each("finished", self.jobs[self.names[finish.user_id]], finish)
+        job = self.jobs[self.names[finish.user_id]]
+        self._each("finished", job, finish)
+        if self.after_finish is not None:
+            self.after_finish(job)
 
     def _set_timer(self) -> None:
         timer = self.driver.next_timer
