@@ -104,6 +104,13 @@ def test_whole_later_pieces_fill_what_a_fragment_may_not() -> None:
     assert packed.withheld == ("b",)  # for d there is room for not even one block
 
 
+def test_only_the_first_fragment_left_out_counts_as_withheld() -> None:
+    """It would have taken the room: the rule costs those behind it nothing."""
+    packed = pack((piece("a", 12), piece("b", 40), piece("c", 40)), 24, b_min=16)
+    assert taken(packed) == [("a", 12)]
+    assert packed.withheld == ("b",)
+
+
 def test_an_overdue_request_is_withheld_no_longer() -> None:
     packed = pack((piece("a", 10), piece("b", 40)), 16, b_min=8, overdue=frozenset({"b"}))
     assert taken(packed) == [("a", 10), ("b", 4)]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from wavepp.errors import ConfigError
 from wavepp.planner.packing import Cut
 from wavepp.planner.wave_time import (
+    CONSTANT_SHARE,
     StageCosts,
     StageFit,
     WaveLoad,
@@ -152,7 +153,7 @@ def test_before_any_sample_waves_are_assumed_to_have_a_small_constant() -> None:
     unknown = WaveTimeModel([None, None], wave_tokens_max=M)
     assumed = unknown.slowest(WaveLoad(tokens=1, context=1))
     assert assumed == assumed_costs(M)
-    assert assumed.c0 == pytest.approx(0.05 * M * assumed.c1)
+    assert assumed.c0 == pytest.approx(CONSTANT_SHARE * M * assumed.c1)
 
 
 def test_each_stage_is_fitted_by_its_own_times() -> None:

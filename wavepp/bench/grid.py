@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from wavepp.bench.ablation import options_of
+from wavepp.bench.ablation import REQUESTS_PER_CLIENT, options_of
 from wavepp.bench.closed_loop import Ask, LoopRun
 from wavepp.bench.grid_table import console_table, summary_lines
 from wavepp.bench.report import Row, make_row
@@ -43,8 +43,7 @@ from wavepp.errors import ConfigError
 from wavepp.planner.factory import PlannerName
 
 PLANNERS = (*get_args(PlannerName), "tp")
-REQUESTS_MIN = 64  # so that filling and draining the pipeline count little
-REQUESTS_PER_CLIENT = 4
+REQUESTS_OPEN = 64  # where there are no clients
 PRIMED_AT_ONCE = 4
 
 
@@ -245,7 +244,7 @@ def _prepared(
     if shares_prefixes(cell.workload) and shape.prefix_len:
         primed = [Ask(tokens=[*prefix, 5]) for prefix in prefixes(shape)]
         engine.closed_loop(primed, PRIMED_AT_ONCE)
-    count = plan.requests or max(REQUESTS_MIN, REQUESTS_PER_CLIENT * cell.concurrency)
+    count = plan.requests or REQUESTS_PER_CLIENT * cell.concurrency or REQUESTS_OPEN
     made = asks(cell.workload, shape, count, run=0)
     return made if rate is None else arriving(made, rate, plan.seed)
 

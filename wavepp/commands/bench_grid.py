@@ -44,7 +44,7 @@ def run_grid(
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="in a run; default: 64, or 4 times the concurrency"),
+        typer.Option(min=1, metavar="N", help="in a run; default: twice the concurrency, else 64"),
     ] = None,
     reuse_frac: ReuseFrac = 0.9,
     num_prefixes: NumPrefixes = 4,

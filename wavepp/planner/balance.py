@@ -7,15 +7,18 @@ Legend: P stages; M, b_min largest and smallest budget; S waves wanted (budget.p
 of a wave's time; V the work in the pipeline (admitted and not done), in seconds of the slowest
 stage without the constants; v the work of one wave; c requests with work; g how unequal they are.
 
-MPU says how many waves there must be: while S waves of M tokens are there, waves take M. With less
-work they get smaller, by what the slowest stage would lose, and never more than 2S of them:
+MPU gives the most that a wave may take, M, and the least, b_min; between them a wave gets what
+costs the slowest stage least:
 
     loss(v) = (1 + c0 / v) * (max(1, 1/c + (P-1) v / V) + g (P-1) v / V)
-               constants      waves too few for P stages   a long wave blocks short ones
+               constants      waves too few for P stages   what long waves cost besides
 
 1/c + (P-1)/n is the share of a stage's time for n = V/v waves of c requests that each come back for
-more when they are through: n waves, then P-1 to pass the other stages. The last term also stands
-for the pipeline's filling and draining. `best_wave_work` is the v of least loss.
+more when they are through: n waves, then P-1 to pass the other stages. g has two parts. V/H stands
+for filling and draining: every other stage idles for the longest wave once while H is computed, the
+work from one emptiness of the pipeline to the next. H is not known; it is taken to be some times V,
+and to grow with what was computed since the pipeline was empty. The other part grows with how
+unequal requests are: a long wave blocks short ones. `best_wave_work` is the v of least loss.
 """
 
 from __future__ import annotations
@@ -32,16 +35,25 @@ from wavepp.planner.sizing import WaveSize, packing_rules
 from wavepp.planner.wave_time import StageCosts, WaveLoad, WaveTimeModel, span_context
 from wavepp.units import RequestId, WaveNumber
 
-SPREAD_ALIKE = 0.1
-"""g when all requests are alike: what filling and draining costs."""
+HORIZON_LEAST, HORIZON_MOST = 4.5, 20.0
+"""Bounds of H, in V."""
 
-SPREAD_PER_VARIATION = 0.17
-"""g for each unit of the squared coefficient of variation of request sizes; both numbers were
-chosen on the virtual pipeline of the tests.
+HORIZON_GROWTH = 1.5
+"""Between them, H for each second of work since the pipeline was empty."""
+
+SPREAD_PER_VARIATION = 0.08
+"""Of g, for each unit of the squared coefficient of variation of request sizes. All four numbers
+were chosen on the virtual pipeline of the tests.
 """
 
 SPREAD_WINDOW = 64
 """Requests over which sizes are compared."""
+
+SHORT = 1.5
+"""A piece shorter than so many of the shortest tails is not cut."""
+
+FINEST = 4
+"""V is cut into no more than so many times the waves that MPU wants."""
 
 STRETCH = 1.1
 """A piece that is longer than the wave's time by no more than this factor is not cut."""
@@ -110,19 +122,21 @@ class Requests:
 
     @property
     def spread(self) -> float:
-        """g."""
+        """The part of g that grows with how unequal they are."""
         count = len(self._sizes)
         if count == 0:
-            return SPREAD_ALIKE
+            return 0.0
         mean = sum(self._sizes) / count
         variance = sum((size - mean) ** 2 for size in self._sizes) / count
-        return SPREAD_ALIKE + SPREAD_PER_VARIATION * variance / (mean * mean)
+        return SPREAD_PER_VARIATION * variance / (mean * mean)
 
 
 class TimeRoom:
     """Room for `seconds` of work on one stage, and for no more than `tokens_max` tokens.
 
-    The first piece, when it is longer, is cut into equal times, not into full waves and a rest.
+    The first piece, when it is longer, is cut into equal times, not into full waves and a rest. A
+    part of it has its wave alone: parts of others would make their own unequal, and short pieces
+    that pass it again and again would hold long ones up.
     """
 
     def __init__(
@@ -131,16 +145,19 @@ class TimeRoom:
         self._costs = costs
         self._seconds = seconds
         self._used = 0.0
+        self._is_cut = False
         self._tokens_left = tokens_max
         self._tokens_min = tokens_min
 
     def tokens_for(self, piece: Piece) -> int:
         """What fits by time and by tokens; a wave that holds nothing takes at least `tokens_min`
-        of what there is.
+        of what there is; one that holds a part of its first piece, nothing more.
         """
+        if self._is_cut:
+            return 0
         work = self._costs.work_seconds(_load_of_piece(piece))
         most = self._seconds * STRETCH
-        too_short_to_cut = self._used == 0 and piece.remaining < 2 * self._tokens_min
+        too_short_to_cut = self._used == 0 and piece.remaining < SHORT * self._tokens_min
         if self._used + work <= most or too_short_to_cut:
             return min(piece.remaining, self._tokens_left)
         if self._used > 0:
@@ -153,6 +170,7 @@ class TimeRoom:
     def take(self, cut: Cut) -> None:
         """The span is in the wave."""
         load = WaveLoad(tokens=cut.length, context=span_context(cut.start, cut.length))
+        self._is_cut = self._is_cut or (self._used == 0 and not cut.final)
         self._tokens_left -= cut.length
         self._used += self._costs.work_seconds(load)
         assert self._tokens_left >= 0, self._tokens_left
@@ -164,7 +182,7 @@ class TimeRoom:
 
 
 class BalancedSizing:
-    """As many waves as MPU wants, in equal time."""
+    """Waves of equal time, as long as costs least."""
 
     def __init__(self, goals: WaveGoals, costs: Sequence[StageCosts] | None = None) -> None:
         self.goals = goals
@@ -174,17 +192,20 @@ class BalancedSizing:
         )
         self._requests = Requests()
         self._launched: deque[tuple[WaveNumber, WaveLoad]] = deque(maxlen=goals.ring_depth)
+        self._since_empty = WaveLoad(tokens=0, context=0)
 
     def size(self, demand: Demand) -> WaveSize:
-        """M tokens while S such waves are there, else the time of least loss."""
+        """The time of least loss, at most M tokens."""
         self._requests.observe(demand)
+        if demand.ring_waves == 0:
+            self._since_empty = WaveLoad(tokens=0, context=0)
         top = self.goals.ladder[0]
         load = self._requests.load
         costs = self.model.slowest(load)
         seconds = self._wave_work(demand, load, costs)
         start = demand.pieces[0].start
         full = WaveLoad(tokens=top, context=span_context(start, top))
-        if load.tokens >= self.goals.waves_wanted * top or seconds >= costs.work_seconds(full):
+        if seconds >= costs.work_seconds(full):
             rules = packing_rules(self.goals, top, fills_up=True)
             return WaveSize(budget=top, room=TokenRoom(top), rules=rules)
         budget = max(costs.tokens_within(start, seconds), self.goals.wave_tokens_min)
@@ -195,7 +216,12 @@ class BalancedSizing:
 
     def decided(self, wave: WaveNumber, cuts: Sequence[Cut]) -> None:
         """Remembers what the wave holds while it may be in the ring."""
-        self._launched.append((wave, WaveLoad.of(cuts)))
+        load = WaveLoad.of(cuts)
+        self._launched.append((wave, load))
+        self._since_empty = WaveLoad(
+            tokens=self._since_empty.tokens + load.tokens,
+            context=self._since_empty.context + load.context,
+        )
 
     def timed(self, wave: WaveNumber, stage_seconds: Sequence[float]) -> None:
         """Feeds the model."""
@@ -204,21 +230,22 @@ class BalancedSizing:
                 self.model.add(load, stage_seconds)
 
     def _wave_work(self, demand: Demand, load: WaveLoad, costs: StageCosts) -> float:
-        """v: of least loss, but no more than 2S waves, as the ladder's halving may give (S where
-        waves have no constant to keep them from getting ever smaller).
+        """v: of least loss, but no more than 4S waves.
 
         Requests about to be admitted count too, as if they were like those that are: the first of
         a burst is not cut as if it were alone.
         """
         requests = len(self._requests) + demand.in_admission
         seconds = costs.work_seconds(load) * requests / len(self._requests)
+        grown = HORIZON_GROWTH * costs.work_seconds(self._since_empty) / seconds
+        horizon = min(max(HORIZON_LEAST, grown), HORIZON_MOST)
+        spread = 1 / horizon + self._requests.spread
         best = best_wave_work(
-            PipelineWork(seconds=seconds, requests=requests, spread=self._requests.spread),
+            PipelineWork(seconds=seconds, requests=requests, spread=spread),
             constant_s=costs.c0,
             num_stages=self.goals.num_stages,
         )
-        finest = 2 * self.goals.waves_wanted if costs.c0 > 0 else self.goals.waves_wanted
-        return max(best, seconds / finest)
+        return max(best, seconds / (FINEST * self.goals.waves_wanted))
 
 
 def _load_of_piece(piece: Piece) -> WaveLoad:

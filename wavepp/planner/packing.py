@@ -140,7 +140,9 @@ class PackingRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """One wave's spans, and the requests that only the fragment rule kept out of it."""
+    """One wave's spans, and the request that only the fragment rule kept out of it: the first whose
+    fragment was left out would have taken the room, so the rule cost those behind it nothing.
+    """
 
     cuts: tuple[Cut, ...]
     withheld: tuple[RequestId, ...] = ()
@@ -159,21 +161,21 @@ def pack_wave(
         overdue: requests that no rule may hold back any longer.
     """
     cuts: list[Cut] = []
-    withheld: list[RequestId] = []
+    withheld: tuple[RequestId, ...] = ()
     for piece in pieces:
         assert piece.remaining > 0, piece
         if piece.solo and cuts:
             break
         length = _cut_length(piece, room.tokens_for(piece), rules, first=not cuts)
         if _is_fragment(piece, length, room, rules) and piece.request_id not in overdue:
-            withheld.append(piece.request_id)
+            withheld = withheld or (piece.request_id,)
         elif length > 0:
             cuts.append(_cut(piece, length))
             room.take(cuts[-1])
         if piece.solo:
             break
     assert cuts or not pieces, "work waits and nothing was planned"
-    return Packed(cuts=tuple(cuts), withheld=tuple(withheld))
+    return Packed(cuts=tuple(cuts), withheld=withheld)
 
 
 def _cut(piece: Piece, length: int) -> Cut:

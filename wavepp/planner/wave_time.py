@@ -28,7 +28,7 @@ PULL = 1e-4
 of some per cent in equal waves does not pass for a large constant.
 """
 
-CONSTANT_SHARE = 0.05
+CONSTANT_SHARE = 0.03
 """Of the work of M tokens, what a wave's constant is taken for until samples tell: waves of one
 size never do, and a constant taken for nothing would call for ever smaller waves.
 """
