@@ -184,7 +184,9 @@ app.command("run-batch")(engine_command(run_batch))
 app.command("serve")(engine_command(serve))
 bench.command("throughput")(engine_command(throughput, left_out=frozenset({"trace"})))
 bench.command("ablation")(engine_command(run_ablation, left_out=frozenset({"trace"})))
-bench.command("grid")(engine_command(run_grid, left_out=frozenset({"trace", "planner"})))
+bench.command("grid")(
+    engine_command(run_grid, left_out=frozenset({"trace", "planner", "wave_times"}))
+)
 
 
 @bench.command("admission")

@@ -122,6 +122,11 @@ class EngineConfig(BaseModel):
         "balanced: the same in equal times, as measured; static: M tokens, by the same rules; "
         "greedy: first come, first served, as full as M",
     )
+    wave_times: str | None = Field(
+        default=None,
+        description="planner balanced: file of what waves take on each stage, to start from "
+        "(docs/benchmarks.md); default: all is measured",
+    )
     progress_deadline_ms: float = Field(
         default=50.0,
         ge=0,
@@ -228,7 +233,7 @@ class EngineConfig(BaseModel):
             return {**data, "model": str(data.get("cost_model"))}
         return data
 
-    @field_validator("model", "tokenizer", "trace", "cost_model", mode="before")
+    @field_validator("model", "tokenizer", "trace", "cost_model", "wave_times", mode="before")
     @classmethod
     def _take_paths(cls, value: object) -> object:
         """Takes a pathlib.Path where a folder or file is named."""
@@ -301,6 +306,8 @@ class EngineConfig(BaseModel):
             )
         if self.planner != "greedy":
             self._check_wave_sizes()
+        if self.wave_times is not None and self.planner != "balanced":
+            raise ValueError(f"wave_times is for planner balanced, not {self.planner}")
         if self.lease_headroom_waves is not None and self.reservation != "escrow":
             raise ValueError(
                 f"lease_headroom_waves {self.lease_headroom_waves}: reservation "

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from wavepp.actors.ports import EngineBackend, ExecutorFactory
+from wavepp.actors.wave_times import read_wave_times
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
@@ -417,8 +418,10 @@ def check_folder(config: EngineConfig) -> None:
     """Sees that the checkpoint's folder is there before anything heavy is started.
 
     Raises:
-        ConfigError: it isn't, or holds no config.json; or there is no such cost model.
+        ConfigError: it isn't, or holds no config.json; or there is no such cost model; or the file
+            of wave times can't be used.
     """
+    read_wave_times(config)
     if config.device == "emulated":
         from wavepp.emulated.cost_model import load_cost_model
 

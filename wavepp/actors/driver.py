@@ -23,6 +23,7 @@ import numpy as np
 
 from wavepp.actors.ports import DataPlane, Parcel, StagesPlane
 from wavepp.actors.trace import TraceWriter
+from wavepp.actors.wave_times import read_wave_times
 from wavepp.config import EngineConfig
 from wavepp.control.driver import DriverControl
 from wavepp.control.facts import (
@@ -388,12 +389,17 @@ async def _run_job(job: Callable[[], Awaitable[NoReturn]]) -> None:
 
 
 def driver_options(config: EngineConfig) -> DriverOptions:
-    """The part of the configuration that the driver decides by."""
+    """The part of the configuration that the driver decides by.
+
+    Raises:
+        ConfigError: the file of wave times can't be used.
+    """
     return DriverOptions(
         ring_depth=config.ring_waves,
         wave_tokens_max=config.max_num_batched_tokens,
         wave_tokens_min=config.wave_tokens_min,
         planner=config.planner,
+        stage_costs=read_wave_times(config),
         pipeline_fill=config.pipeline_fill,
         progress_deadline_s=config.progress_deadline_ms / 1000.0,
         max_num_seqs=config.max_num_seqs,

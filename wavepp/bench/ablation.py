@@ -114,6 +114,8 @@ def options_of(row: RowName, given: EngineConfig) -> EngineConfig:
             "min_wave_tokens": None,
             "max_num_seqs": TP_FACTOR * given.max_num_seqs,
         }
+    if options.get("planner", given.planner) != "balanced":
+        options["wave_times"] = None
     return build_config({**given.model_dump(exclude_unset=True), **options})
 
 

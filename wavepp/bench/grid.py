@@ -69,6 +69,7 @@ class GridPlan:
     """What to run: all planners on all cells.
 
     Attributes:
+        wave_times: file of what `balanced` starts from.
         lines: of the trace; empty: none. requests: in a run of a made workload; None: by the load.
     """
 
@@ -79,6 +80,7 @@ class GridPlan:
     reuse_frac: float
     num_prefixes: int
     seed: int
+    wave_times: Path | None = None
 
     @classmethod
     def parse(
@@ -171,7 +173,9 @@ def measure(config: EngineConfig, plan: GridPlan, command: str = "") -> dict[str
     Raises:
         ConfigError: the configuration can't be used, or the device is not emulated.
     """
-    devices = {name: _Devices.of(_config_of(name, config)) for name in plan.planners}
+    devices = {
+        name: _Devices.of(_config_of(name, config, plan.wave_times)) for name in plan.planners
+    }
     greedy = _Devices.of(_config_of("greedy", config))
     rows: list[Row] = []
     for cell in plan.cells:
@@ -188,10 +192,13 @@ def measure(config: EngineConfig, plan: GridPlan, command: str = "") -> dict[str
     return {"meta": _meta(config, plan, command), "rows": rows}
 
 
-def _config_of(name: str, config: EngineConfig) -> EngineConfig:
+def _config_of(name: str, config: EngineConfig, wave_times: Path | None = None) -> EngineConfig:
     if name == "tp":
         return options_of("tp", config)
-    return build_config({**config.model_dump(exclude_unset=True), "planner": name})
+    options = {**config.model_dump(exclude_unset=True), "planner": name}
+    if name == "balanced" and wave_times is not None:
+        options["wave_times"] = str(wave_times)
+    return build_config(options)
 
 
 def _row(name: str, devices: _Devices, plan: GridPlan, cell: Cell, rate: float | None) -> Row:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wavepp.actors.wave_times import read_wave_times
 from wavepp.bench.closed_loop import Ask, LoopRun
 from wavepp.config import EngineConfig
 from wavepp.control.options import cache_groups
@@ -155,7 +156,11 @@ class VirtualEngine:
 
 
 def world_options(config: EngineConfig, models: Sequence[StageModel]) -> WorldOptions:
-    """The pipeline of a configuration, in a simulation's words."""
+    """The pipeline of a configuration, in a simulation's words.
+
+    Raises:
+        ConfigError: the file of wave times can't be used.
+    """
     return WorldOptions(
         stages=tuple(_stage(config, model) for model in models),
         block_size=config.block_size,
@@ -163,6 +168,7 @@ def world_options(config: EngineConfig, models: Sequence[StageModel]) -> WorldOp
         wave_tokens_max=config.max_num_batched_tokens,
         wave_tokens_min=config.wave_tokens_min,
         planner=config.planner,
+        stage_costs=read_wave_times(config),
         pipeline_fill=config.pipeline_fill,
         progress_deadline_s=config.progress_deadline_ms / 1000.0,
         max_num_seqs=config.max_num_seqs,

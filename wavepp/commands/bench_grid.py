@@ -48,6 +48,9 @@ def run_grid(
     ] = None,
     reuse_frac: ReuseFrac = 0.9,
     num_prefixes: NumPrefixes = 4,
+    wave_times: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="what `balanced` starts from")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare planners on emulated devices under a virtual clock: no second of it is waited for.
@@ -68,5 +71,6 @@ def run_grid(
         reuse_frac=reuse_frac,
         num_prefixes=num_prefixes,
         seed=config.seed,
+        wave_times=wave_times,
     )
     run(config, plan, json_file=json_file, command=shlex.join(["wavepp", *sys.argv[1:]]))
