@@ -1,9 +1,9 @@
-"""Writes the ablation's tables in docs/results.md from the reports that were measured.
+"""Writes the tables in docs/results.md from the reports that were measured, in docs/results/.
 
 python scripts/render_results.py
 
-The reports are what `wavepp bench ablation --json` wrote, in docs/results/; rows of one cell may
-stand in several of them.
+`ablation-*.json` are what `wavepp bench ablation --json` wrote; rows of one cell may stand in
+several of them. `grid-*.json` are what `wavepp bench grid --json` wrote, a section each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from wavepp.bench.ablation_table import write_sections
+from wavepp.bench.grid_table import write_section
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -19,4 +20,7 @@ if __name__ == "__main__":
     files = sorted((DOCS / "results").glob("ablation-*.json"))
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     write_sections(reports, DOCS / "results.md")
-    print(f"{DOCS / 'results.md'}: {len(reports)} reports")
+    grids = sorted((DOCS / "results").glob("grid-*.json"))
+    for grid in grids:
+        write_section(json.loads(grid.read_text(encoding="utf-8")), grid.stem, DOCS / "results.md")
+    print(f"{DOCS / 'results.md'}: {len(files) + len(grids)} reports")

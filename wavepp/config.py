@@ -119,8 +119,8 @@ class EngineConfig(BaseModel):
     planner: Literal["greedy", "static", "mpu", "balanced"] = Field(
         default="mpu",
         description="picks wave sizes; mpu: as large as leaves enough waves for every stage; "
-        "balanced: the same in equal times, as measured; static: M tokens, by the same rules; "
-        "greedy: first come, first served, as full as M",
+        "balanced: equal times, as measured, as long as costs least; static: M tokens, by the same "
+        "rules; greedy: first come, first served, as full as M",
     )
     wave_times: str | None = Field(
         default=None,

@@ -10,7 +10,7 @@ import pytest
 
 from wavepp.bench.closed_loop import Ask
 from wavepp.bench.grid import GridPlan, measure, run
-from wavepp.bench.grid_table import markdown, ratios, summary_lines
+from wavepp.bench.grid_table import ratios, summary_lines, write_section
 from wavepp.bench.report import make_row
 from wavepp.bench.virtual import ABSENT, WAVE_DELAY_S, VirtualEngine, stage_models
 from wavepp.config import EngineConfig
@@ -113,9 +113,16 @@ def test_the_report_is_written_and_told(tmp_path: Path) -> None:
     lines = summary_lines(report["rows"])
     assert f"geometric mean {ratio:.3f}, least {ratio:.3f}" in lines
     assert lines[-1].startswith("p95 on mixed 1K, c=2: ")
-    page = markdown(report)
-    assert "Emulated, virtual clock" in page
-    assert page.count("| mixed 1K, c=2 |") == 3
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- grid-x: begin -->\nold\n<!-- grid-x: end -->\nafter\n")
+    write_section(report, "grid-x", page)
+    text = page.read_text()
+    assert text.startswith("before\n<!-- grid-x: begin -->\nEmulated, virtual clock")
+    assert text.endswith("<!-- grid-x: end -->\nafter\n")
+    assert text.count("| mixed 1K, c=2 |") == 3
+    assert "old" not in text
+    with pytest.raises(ConfigError, match="needs the lines <!-- grid-y: begin -->"):
+        write_section(report, "grid-y", page)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
-"""The grid's rows for people: a table, and `balanced` beside `static` and `mpu`. Pure."""
+"""The grid's rows for people: a table, and `balanced` beside `static` and `mpu`.
+
+Pure but for the page that `write_section` writes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from wavepp.bench.report import Row
+from wavepp.errors import ConfigError
 
 OTHERS = ("static", "mpu")
 CellKey = tuple[str, int, int, float | None]
@@ -111,3 +116,21 @@ def markdown(report: Mapping[str, Any]) -> str:
     if summary:
         lines += ["", "```", *summary, "```"]
     return "\n".join(lines) + "\n"
+
+
+def write_section(report: Mapping[str, Any], name: str, page: Path) -> None:
+    """Puts a report between the marks of its name on a page; the rest of it stays.
+
+    Raises:
+        ConfigError: the page can't be read or written, or lacks the marks.
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    try:
+        text = page.read_text(encoding="utf-8")
+        if begin not in text or end not in text:
+            raise ConfigError(f"results {page}: needs the lines {begin} and {end}")
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        page.write_text(f"{before}{begin}\n{markdown(report)}{end}{after}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"results {page}: {error.strerror}") from None

@@ -7,7 +7,7 @@ utilization.
     greedy    every wave takes M tokens, first come first served, cut wherever a block ends
     static    M tokens too, by the packing rules (tails, holds), filled up with fragments
     mpu       the paper's: a budget that keeps enough waves available, and all packing rules
-    balanced  as many waves as MPU wants, cut to equal time on the slowest stage
+    balanced  waves of equal time on the slowest stage, as long as costs least
 
 One wave: `plan` proposes spans; the executor may accept fewer; `launched` says what was accepted,
 before anything else is planned. Only then has a decision been made: a proposal that nobody launches
