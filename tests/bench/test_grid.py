@@ -86,6 +86,13 @@ def test_one_cold_prompt_of_eight_waves_idles_stages_for_the_fill_only() -> None
     assert 1 - min(row["stage_busy"]) <= 3 / 11 + 0.05
 
 
+def test_clients_of_a_closed_loop_wait_for_no_arrival() -> None:
+    tokens = list(range(100))
+    device = engine()
+    done = device.closed_loop([Ask(tokens=tokens, at_s=100.0), Ask(tokens=tokens, at_s=200.0)], 1)
+    assert done.wall_s < 1.0
+
+
 def test_arrivals_come_at_so_many_times_what_greedy_carries() -> None:
     twice = measure(config(), plan(planners="greedy", cells="cold:640", load="0.5,2", requests=12))
     slow, fast = twice["rows"]

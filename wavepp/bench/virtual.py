@@ -89,7 +89,7 @@ class VirtualEngine:
         results = [self._result(self._first + place) for place in range(len(asks))]
         return LoopRun(
             wall_s=ended_s - began_s,
-            completions_s=tuple(r.timings.done_s - r.timings.queued_s for r in results),
+            completions_s=tuple(_took_s(result) for result in results),
             results=tuple(results),
             before=before,
             after=after,
@@ -100,7 +100,8 @@ class VirtualEngine:
         ask = self._asks[self._next]
         self._next += 1
         tokens = np.asarray(ask.tokens, dtype=np.int32)
-        job = Job(name=f"r{self._serial}", at_s=at_s + ask.at_s, tokens=tokens)
+        arrives_s = at_s if self._refill else at_s + ask.at_s  # clients ask when they can
+        job = Job(name=f"r{self._serial}", at_s=arrives_s, tokens=tokens)
         self._serial += 1
         self.world.submit(job)
 
@@ -153,6 +154,12 @@ class VirtualEngine:
             idle_s=max(now - times.until_s, 0.0),
             waves=len(times.waves),
         )
+
+
+def _took_s(result: PrefillResult) -> float:
+    """From arrival to the first token."""
+    assert result.timings.done_s is not None, "it was answered"
+    return result.timings.done_s - result.timings.queued_s
 
 
 def world_options(config: EngineConfig, models: Sequence[StageModel]) -> WorldOptions:
