@@ -35,20 +35,6 @@ def tolerance(family: str) -> float:
     return TOLERANCES.get(family, 2e-5)
 
 
-@pytest.fixture(scope="module")
-def expected_logits(tiny_oracle):
-    """(family, prompt) -> logits of transformers, computed once."""
-    made = {}
-
-    def logits(family: str, prompt: list[int]) -> torch.Tensor:
-        key = (family, tuple(prompt))
-        if key not in made:
-            made[key] = oracle_logits(tiny_oracle(family), prompt)
-        return made[key]
-
-    return logits
-
-
 def check(sequence, expected: torch.Tensor, family: str) -> None:
     torch.testing.assert_close(sequence.all_logits(), expected, atol=tolerance(family), rtol=0)
 
