@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from model_oracle import load_oracle, oracle_logits
 
 from wavepp.models.tiny import make_tiny
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
 
 @pytest.fixture(scope="session")
