@@ -101,9 +101,9 @@ def test_mxfp4_decodes_bit_by_bit():
     assert torch.equal(decoded, decode_mxfp4(packed, scale))
 
 
-@pytest.mark.parametrize("shape", [(6, 64), (3, 96)])
-def test_int4_decodes_bit_by_bit(shape):
-    packed, scale, size = pack_int4(randn(*shape), 32)
+@pytest.mark.parametrize(("shape", "group"), [((6, 64), 32), ((3, 96), 32), ((5, 20), 10)])
+def test_int4_decodes_bit_by_bit(shape, group):
+    packed, scale, size = pack_int4(randn(*shape), group)
     tensors = {"x.weight_packed": packed, "x.weight_scale": scale, "x.weight_shape": size}
     decoded = dequantize("x.weight", tensors, Quantization(format="int4"))
     assert torch.equal(decoded, decode_int4(packed, scale, size))

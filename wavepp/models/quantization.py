@@ -115,7 +115,7 @@ def _fp8(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Te
     _require(name, tuple(scale.shape) == expected, f"{list(scale.shape)} scales for {block}")
     columns = scale.float().repeat_interleave(block[1], 1)[:, : weight.shape[1]]
     decoded = weight.float()
-    for rows, scales in zip(decoded.split(block[0]), columns, strict=True):
+    for rows, scales in zip(torch.split(decoded, block[0]), columns, strict=True):
         rows.mul_(scales)
     return decoded
 
@@ -143,7 +143,7 @@ def _int4(name: str, packed: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
     for nibble in range(8):
         values[..., nibble] = (packed >> 4 * nibble).bitwise_and_(15)
     decoded = values.view(rows, -1)[:, :columns].sub_(INT4_OFFSET)
-    decoded.unflatten(1, (groups, -1)).mul_(scale.float().unsqueeze(-1))
+    decoded.view(rows, groups, -1).mul_(scale.float().unsqueeze(-1))
     return decoded
 
 
