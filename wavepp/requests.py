@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wavepp.errors import RequestError
+from wavepp.show import engine_sheet, result_sheet, results_sheet, stages_sheet
 from wavepp.validation import first_problem
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -136,6 +141,26 @@ class PrefillResult:
     text: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
 
+    def __rich__(self) -> Table:
+        """As rich draws it in a terminal."""
+        return result_sheet(self).table()
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return result_sheet(self).html()
+
+
+class PrefillResults(list[PrefillResult]):
+    """A list of results that rich and notebooks show as a table."""
+
+    def __rich__(self) -> Table:
+        """As rich draws it in a terminal."""
+        return results_sheet(self).table()
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return results_sheet(self).html()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Produced:
@@ -205,6 +230,14 @@ class StageStats:
         """Share of the blocks that requests hold."""
         return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
 
+    def __rich__(self) -> Table:
+        """As rich draws it in a terminal."""
+        return stages_sheet([self]).table()
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return stages_sheet([self]).html()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
@@ -255,6 +288,16 @@ class EngineStats:
     def invariant_violations(self) -> int:
         """Times an idle stage was found holding something."""
         return sum(stage.invariant_violations for stage in self.stages)
+
+    def __rich__(self) -> Group:
+        """As rich draws it in a terminal."""
+        from rich.console import Group
+
+        return Group(engine_sheet(self).table(), stages_sheet(self.stages).table())
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return engine_sheet(self).html() + stages_sheet(self.stages).html()
 
 
 def make_request(**fields: Any) -> PrefillRequest:
