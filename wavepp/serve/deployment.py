@@ -30,7 +30,7 @@ from wavepp.serve.service import Service
 
 NAME = "wavepp"
 CALLS_MAX = 100_000
-HEALTH_EVERY_S = 5.0
+HEALTH_EVERY_S = 1.0  # Serve replaces a replica after three bad answers
 HEALTH_TIMEOUT_S = 30.0
 
 

@@ -1,13 +1,15 @@
 """Several pipelines as one: an EngineBackend whose requests go to replicas by Serve's router.
 
-Owns: the calls in flight. A replica that dies loses nobody's request: prefill can be done again, so
-the request is sent to another one, and tokens that were told already are not told twice.
+Owns: the calls in flight. A replica that dies, or whose pipeline does, loses nobody's request:
+prefill can be done again, so the request is sent to another one, and tokens that were told already
+are not told twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 TRIES_MAX = 5
 RETRY_S = 0.5
+CLOSE_S_MAX = 5.0
 NOT_SUMMED = ("wall_s", "ring_depth", "lease_age_s_max", "stages", "wave_tokens")
 
 Answer = Produced | PrefillResult | WavePPError
@@ -51,6 +54,7 @@ class PipelineReplica:
 
     async def __init__(self, config: Mapping[str, Any]) -> None:  # type: ignore[misc]  # awaited
         self._backend = build_backend(EngineConfig(**config))
+        self._going: asyncio.Task[None] | None = None
         self._facts = await self._backend.start()
 
     async def facts(self) -> tuple[StageFacts, ...]:
@@ -71,6 +75,8 @@ class PipelineReplica:
             yield await running
         except WavePPError as error:
             yield error
+            if isinstance(error, EngineDeadError):
+                self._go()
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -90,6 +96,19 @@ class PipelineReplica:
     async def __del__(self) -> None:
         """Serve calls and awaits this when the replica's requests are drained."""
         await self._backend.close()
+
+    def _go(self) -> None:
+        """Ends this process: its pipeline is dead for good, and while it is there it fails every
+        request at once, which makes it the least loaded replica. What it had is sent to others."""
+
+        async def close_and_exit() -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S_MAX):
+                    await self._backend.close()
+            os._exit(1)
+
+        if self._going is None:
+            self._going = asyncio.create_task(close_and_exit())
 
 
 class _Call:
@@ -122,16 +141,16 @@ class ReplicaSet:
             for tries_left in reversed(range(TRIES_MAX)):
                 try:
                     return await self._try(call, request, stream)
-                except (RayActorError, RayServeException) as error:
+                except (RayActorError, RayServeException, EngineDeadError) as error:
                     if call.is_aborted or not tries_left:
                         raise
                     logger.warning("a replica failed, trying another: %s", error)
                     await asyncio.sleep(RETRY_S)
             raise AssertionError("the last try returns or raises")
-        except (RayError, RayServeException, asyncio.CancelledError) as error:
+        except (RayError, RayServeException, EngineDeadError, asyncio.CancelledError) as error:
             if call.is_aborted:
                 return _aborted(request, began_s)
-            if isinstance(error, asyncio.CancelledError):
+            if isinstance(error, EngineDeadError | asyncio.CancelledError):
                 raise
             first = str(error).strip().splitlines()[0]
             raise EngineDeadError(f"no replica answers: {first}") from None
