@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 TRIES_MAX = 5
 RETRY_S = 0.5
 CLOSE_S_MAX = 5.0
-NOT_SUMMED = ("wall_s", "ring_depth", "lease_age_s_max", "stages", "wave_tokens")
+NOT_SUMMED = frozenset(
+    {"wall_s", "lease_age_s_max", "stages", "wave_tokens", "wave_size_counts", "wave_budget"}
+)
 
 Answer = Produced | PrefillResult | WavePPError
 
@@ -152,8 +154,7 @@ class ReplicaSet:
                 return _aborted(request, began_s)
             if isinstance(error, EngineDeadError | asyncio.CancelledError):
                 raise
-            first = str(error).strip().splitlines()[0]
-            raise EngineDeadError(f"no replica answers: {first}") from None
+            raise EngineDeadError(f"no replica answers: {_first_line(error)}") from None
         finally:
             call.tokens.close()
             if self._calls.get(request.request_id) is call:
@@ -176,7 +177,10 @@ class ReplicaSet:
 
     async def stats(self) -> EngineStats:
         """As EngineBackend.stats: of all replicas together."""
-        return merge_stats(await self._handle.broadcast("stats").results_async())
+        try:
+            return merge_stats(await self._handle.broadcast("stats").results_async())
+        except (RayError, RayServeException) as error:
+            raise EngineDeadError(f"a replica does not answer: {_first_line(error)}") from None
 
     async def reset_prefix_cache(self, stage: int | None = None) -> bool:
         """As EngineBackend.reset_prefix_cache."""
@@ -213,6 +217,10 @@ class ReplicaSet:
         raise EngineDeadError("a replica's answer ended without a result")
 
 
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def _aborted(request: PrefillRequest, began_s: float) -> PrefillResult:
     return PrefillResult(
         request_id=request.request_id,
@@ -235,9 +243,10 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
     stages = [stage for part in parts for stage in part.stages]
     return EngineStats(
         wall_s=max(part.wall_s for part in parts),
-        ring_depth=sum(part.ring_depth for part in parts),
         lease_age_s_max=max(part.lease_age_s_max for part in parts),
         stages=tuple(replace(stage, stage=index) for index, stage in enumerate(stages)),
         wave_tokens=tuple(size for part in parts for size in part.wave_tokens),
+        wave_size_counts=tuple(map(sum, zip(*(p.wave_size_counts for p in parts), strict=True))),
+        wave_budget=max(part.wave_budget for part in parts),
         **sums,
     )
