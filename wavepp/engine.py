@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
+from wavepp.actors.factories import torch_executor
 from wavepp.actors.ports import EngineBackend, ExecutorFactory
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
@@ -408,8 +409,6 @@ def _executor_factory(config: EngineConfig) -> ExecutorFactory:
         from wavepp.emulated.executor import emulated_executor
 
         return emulated_executor
-    from wavepp.actors.executors import torch_executor
-
     return torch_executor
 
 

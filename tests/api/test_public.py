@@ -33,3 +33,18 @@ def test_import_brings_nothing_heavy(statement: str) -> None:
     code = f"import sys; {statement}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "device", ["device='cpu'", "device='emulated', cost_model='b300-kimi-k3'"], ids=["cpu", "emul"]
+)
+def test_who_starts_a_pipeline_on_ray_needs_no_torch(device: str) -> None:
+    code = (
+        "import sys\n"
+        "from wavepp.config import EngineConfig\n"
+        "from wavepp.engine import build_backend\n"
+        f"config = EngineConfig(model='m', transport='ray', {device})\n"
+        "print(type(build_backend(config)).__name__, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["RayPipeline", "False"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from wavepp.actors.executors import torch_executor
+from wavepp.actors.factories import torch_executor
 from wavepp.actors.local import LocalPipeline
 from wavepp.actors.ports import Carry, StageExecutor, StageOutput
 from wavepp.batch.runner import BatchRun, Tally

@@ -80,6 +80,7 @@ async def test_log_probabilities_are_refused_and_others_go_on() -> None:
     assert served.finish_reason == "length"
 
 
+@pytest.mark.alone
 async def test_one_cold_prompt_of_eight_chunks_leaves_four_stages_no_idler_than_it_must(
     tmp_path: Path,
 ) -> None:
@@ -100,6 +101,7 @@ async def test_one_cold_prompt_of_eight_chunks_leaves_four_stages_no_idler_than_
     assert idle <= (stages - 1) / (chunks + stages - 1) + 0.05
 
 
+@pytest.mark.alone
 async def test_every_moment_of_a_stage_is_accounted_for() -> None:
     options = {"pipeline_parallel_size": 2, "max_num_batched_tokens": 64, "time_scale": 0.1}
     async with Engine(config(cost_model="h200-dense-8b", **options)) as engine:

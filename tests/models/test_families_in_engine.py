@@ -12,7 +12,7 @@ from kimi_k3_reference import KimiK3
 from model_oracle import oracle_logits, random_prompt
 
 from wavepp import LLM
-from wavepp.actors.executors import torch_executor
+from wavepp.actors.factories import torch_executor
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
 from wavepp.models.cache_pools import CachePools

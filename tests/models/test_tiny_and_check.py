@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
-from wavepp.actors.executors import torch_executor
+from wavepp.actors.factories import torch_executor
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
 from wavepp.models.check import PROBLEMS_MAX, check_model

@@ -12,7 +12,8 @@ import torch
 from model_oracle import oracle_logits, random_prompt
 
 from wavepp.actors.carry import pack_carry, unpack_carry
-from wavepp.actors.executors import TorchExecutor, torch_executor
+from wavepp.actors.executors import TorchExecutor
+from wavepp.actors.factories import torch_executor
 from wavepp.config import EngineConfig
 from wavepp.control.work import Sampling, SpanWork, StageWork
 from wavepp.errors import ConfigError

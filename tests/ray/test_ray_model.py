@@ -10,7 +10,7 @@ import pytest
 import torch
 from pipelines import assert_nothing_left
 
-from wavepp.actors.executors import torch_executor
+from wavepp.actors.factories import torch_executor
 from wavepp.actors.local import LocalPipeline
 from wavepp.actors.ports import EngineBackend
 from wavepp.actors.ray.launch import RayPipeline

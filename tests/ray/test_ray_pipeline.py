@@ -85,6 +85,7 @@ async def seconds_until_dead(pipeline: EngineBackend) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.alone
 async def test_idle_pipeline_sleeps_and_wakes(tmp_path: Path) -> None:
     """Four stages over 20 s; then the next request. Before it, chunks overlap on the stages."""
     trace = tmp_path / "trace.jsonl"

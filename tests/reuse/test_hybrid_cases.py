@@ -15,7 +15,8 @@ from pipelines import request
 from reuse_workloads import assert_conserved, controls, local
 from watched_executor import WatchedExecutor
 
-from wavepp.actors.executors import TorchExecutor, torch_executor
+from wavepp.actors.executors import TorchExecutor
+from wavepp.actors.factories import torch_executor
 from wavepp.actors.local import LocalPipeline
 from wavepp.cache.keys import make_prompt
 from wavepp.cache.types import best_endpoint

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pipelines import assert_nothing_left, request
 
-from wavepp.actors.executors import torch_executor
+from wavepp.actors.factories import torch_executor
 from wavepp.actors.local import LocalPipeline
 from wavepp.actors.ports import EngineBackend
 from wavepp.actors.ray.launch import RayPipeline

@@ -59,6 +59,7 @@ async def run_waves(trace: Path) -> tuple[list[float], int]:
     return times_between_waves(trace), rounds
 
 
+@pytest.mark.alone
 async def test_slow_rounds_do_not_slow_waves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from reuse_workloads import (
     run_jobs,
 )
 
-from wavepp.actors.executors import torch_executor
+from wavepp.actors.factories import torch_executor
 from wavepp.actors.local import LocalPipeline
 from wavepp.models.tiny import make_tiny
 from wavepp.requests import PrefillResult

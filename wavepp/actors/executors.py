@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from wavepp.actors.ports import Carry, StageExecutor, StageOutput
+from wavepp.actors.ports import Carry, StageOutput
 from wavepp.cache.types import BringBack, Effect, Offload, RestoreSnapshot, ZeroSlot
 from wavepp.config import EngineConfig
 from wavepp.control.work import GroupFacts, SpanOutput, SpanWork, StageFacts, StageWork
@@ -47,15 +47,6 @@ NOT_FINITE = (
     "the logits are not finite numbers: the weights are damaged, or dtype is too narrow for them"
 )
 WIDENED_MEMORY_SHARE = 0.5  # of free memory that weights widened to float32 may take
-
-
-def torch_executor(config: EngineConfig, stage: int) -> StageExecutor:
-    """Builds the executor of stage `stage`; an ExecutorFactory.
-
-    Raises:
-        ConfigError: the checkpoint or configuration can't be used.
-    """
-    return TorchExecutor(config, stage)
 
 
 class TorchExecutor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,10 +46,10 @@ class TraceWriter:
 
 
 def plain(value: object) -> Any:
-    """JSON-ready form: dataclasses as {"type": name, fields...}, arrays as {"len": n}."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        named = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        fields = {name: plain(len_only(name, item)) for name, item in named}
+    """JSON-ready form: dataclasses and named tuples as {"type": name, fields...}, arrays as
+    {"len": n}."""
+    if (names := field_names(value)) is not None:
+        fields = {name: plain(len_only(name, getattr(value, name))) for name in names}
         return {"type": type(value).__name__, **fields}
     if isinstance(value, np.ndarray):
         return {"len": len(value)}
@@ -61,6 +62,15 @@ def plain(value: object) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return type(value).__name__
+
+
+def field_names(value: object) -> Sequence[str] | None:
+    """Of a dataclass or a named tuple; None: it is neither."""
+    if isinstance(value, type):
+        return None
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return getattr(value, "_fields", None) if isinstance(value, tuple) else None
 
 
 def len_only(name: str, value: object) -> object:

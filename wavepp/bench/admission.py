@@ -100,6 +100,7 @@ def goals(runs: int) -> dict[str, Goal]:
     return {
         "probe: whole prompt held, warm": probe,
         "probe: part of it held, warm": probe,
+        "probe: whole prompt held, one of a burst": probe,
         "probe: whole prompt held, after hashing": probe,
         "hint discovery": Goal(quantile="p99", limit_us=2350.0),
         "lease: one run": Goal(quantile="p50", limit_us=500.0),

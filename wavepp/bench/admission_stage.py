@@ -31,6 +31,7 @@ from wavepp.units import RequestId
 FORKED_MAX = 4
 """Prompts of N runs: each takes N - 1 others to build."""
 PROBER = RequestId("prober")
+BURST_PROBE = "probe: whole prompt held, one of a burst"
 
 
 class Section(Protocol):
@@ -62,6 +63,7 @@ class Discovery:
         """Takes one repeat's samples."""
         for prompt in self._prompts:
             self._discover(prompt)
+        self._probe_burst()
         self._probe_warm("probe: whole prompt held, warm", self._prompts)
         self._probe_warm("probe: part of it held, warm", self._parts)
         for prompt in self._prompts:
@@ -79,6 +81,13 @@ class Discovery:
         watch.note("keys", wall_us, cpu_us)
         watch.note("probe: whole prompt held, after hashing", probe_wall_us, probe_cpu_us)
         watch.note("hint discovery", wall_us + probe_wall_us, cpu_us + probe_cpu_us)
+
+    def _probe_burst(self) -> None:
+        """A round's hints: the keys of all its prompts are there, then each is looked up once."""
+        size = self._load.block_size
+        made = [make_prompt(prompt.tokens, size) for prompt in self._prompts]
+        for prompt in made:
+            self._watch.time(BURST_PROBE, lambda: self._cache.hint(prompt))  # noqa: B023
 
     def _payload(self, prompt: Prompt) -> None:
         """What a stage does, whose keys come from the driver."""

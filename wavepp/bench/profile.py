@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import yaml
 
-from wavepp.actors.executors import torch_executor
+from wavepp.actors.factories import torch_executor
 from wavepp.actors.ports import StageExecutor
 from wavepp.bench.throughput import check_place
 from wavepp.config import EngineConfig

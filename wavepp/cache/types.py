@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -152,8 +152,7 @@ class Prompt:
         return ceil_div(self.num_tokens + self.room_tokens, self.block_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReuseVote:
+class ReuseVote(NamedTuple):  # made in a fifth of the time of a frozen dataclass: one a probe
     """All endpoints one stage can use, at or below the limit it was asked for. None is "no limit".
 
     Attributes:
@@ -223,8 +222,7 @@ def junction_of(votes: Sequence[ReuseVote], endpoint: int) -> int | None:
     return lowest if lowest > endpoint else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HintVote:
+class HintVote(NamedTuple):  # as above
     """What a stage could reuse by its hint index alone. It owns nothing and may be wrong in both
     directions.
 

@@ -8,7 +8,7 @@ combinations are met as often as usual ones.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wavepp.cache.types import GroupSpec, Reservation
 from wavepp.planner.factory import PlannerName
@@ -37,6 +37,8 @@ CANCEL_PHASES = (
     Phase.RUNNING,
     Phase.COMPLETING,
 )
+CALM_AFTER_S = 0.2
+"""From the last arrival to the end of all faults."""
 SALTS = ("", "", "", "", "", "", "a", "b")
 
 
@@ -81,10 +83,36 @@ def draw_world(seed: int) -> tuple[WorldOptions, list[Job]]:
         wave_delay_s=rng.choice((1e-5, 3e-4)),
         audit_every=rng.choice((11, 30, 80)),
         death_s=rng.uniform(0, last_s + 0.1) if rng.random() < 0.1 else None,
-        calm_s=last_s + 0.2,
+        calm_s=last_s + CALM_AFTER_S,
         faults=_faults(rng),
     )
-    return options, jobs
+    crowd = random.Random(f"{seed}/crowd")
+    return _crowd(crowd, options) if crowd.random() < 0.15 else (options, jobs)
+
+
+def _crowd(rng: random.Random, options: WorldOptions) -> tuple[WorldOptions, list[Job]]:
+    """Bursts of requests that share one document in pools that are full: what a hint promised and
+    a retry needs, somebody else holds."""
+    block = options.block_size
+    pool = _smallest(options.stages, 12)
+    document = _tokens(rng, max(pool // 2, 1) * block)
+    now = 0.0
+    jobs: list[Job] = []
+    for index in range(rng.randint(20, 60)):
+        if rng.random() < 0.3:
+            now += rng.expovariate(1.0) * 1e-2
+        shared = document[: rng.randint(0, len(document))]
+        tokens = (shared + _tokens(rng, rng.randint(1, 2 * block)))[: pool * block]
+        jobs.append(Job(name=f"r{index}", at_s=now, tokens=tokens))
+    crowded = replace(
+        options,
+        max_num_seqs=8,
+        headroom_tokens=0,
+        weak_keys=True,
+        defer_shared_prefix=False,
+        calm_s=now + CALM_AFTER_S,
+    )
+    return crowded, jobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
