@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
@@ -69,5 +70,5 @@ def _name(sample: Sample) -> str:
     return sample.name.replace(":", "_")
 
 
-def _keys(labels: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(labels)
+def _keys(labels: Mapping[str, str]) -> Any:
+    return tuple(labels)  # any number of them, though Serve's signature has one

@@ -60,7 +60,8 @@ class NappingChannel(CompositeChannel):
             if group:
                 part = BufferedSharedMemoryChannel(writer, group, buffers)
                 parts.append((part, [reader._actor_id.hex() for reader, _ in group]))
-        channels = {name: part for part, names in parts for name in names}
+        # By the actors' ids as text, whatever Ray's own signature says.
+        channels: Any = {name: part for part, names in parts for name in names}
         given = {part for part, _ in parts}
         return cls(writer, readers, local, driver_actor_id, channels, given)
 
