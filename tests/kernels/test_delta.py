@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from live_bytes import LiveBytes
 from torch import Tensor
 
 from wavepp.kernels.api import DeltaInputs
@@ -117,6 +118,19 @@ def test_many_chunks_are_worked_on_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr("wavepp.kernels.torch_delta.TILE_ELEMENTS", 2 * HEADS * 64 * KEY)
     torch.testing.assert_close(delta_rule(given, pools[1], plan), expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(pools[1], pools[0], atol=1e-6, rtol=1e-6)
+
+
+def test_memory_beside_the_result_does_not_grow_with_the_prompt(monkeypatch):
+    monkeypatch.setattr("wavepp.kernels.torch_delta.TILE_ELEMENTS", 2 * HEADS * 64 * KEY)
+    beside = []
+    for rows in (256, 1024):
+        given, pool = inputs(rows), fresh_pool(HEADS, KEY, VALUE)
+        plan = plan_states([(0, rows)], [RecurrentSlots(read_slot=None, write_slot=0)])
+        with LiveBytes() as live:
+            result = delta_rule(given, pool, plan)
+        beside.append(live.peak - result.nbytes)
+    one_tensor = 4 * 2 * HEADS * 64 * 64  # of pairs of two chunks' rows
+    assert one_tensor < beside[0] == beside[1] < 12 * one_tensor
 
 
 def test_short_conv_is_a_causal_convolution():

@@ -30,14 +30,21 @@ def test_moe_is_the_weighted_sum_over_its_experts():
         torch.testing.assert_close(result[t], expected)
 
 
-def test_only_experts_that_are_hit_are_read():
+def test_only_experts_that_are_hit_are_read_and_take_a_turn():
     x, gate_up, down = randn(4, 8), randn(300, 10, 8), randn(300, 8, 5)
     chosen = torch.tensor([[7, 250]] * 4)
     weights = torch.full((4, 2), 0.5)
     expected = moe(x, (chosen, weights), (gate_up, down), torch_ref.silu_mul_)
     others = [e for e in range(300) if e not in (7, 250)]
     gate_up[others], down[others] = float("nan"), float("nan")
-    assert torch.equal(moe(x, (chosen, weights), (gate_up, down), torch_ref.silu_mul_), expected)
+    turns = []
+
+    def activation(rows: torch.Tensor) -> torch.Tensor:
+        turns.append(len(rows))
+        return torch_ref.silu_mul_(rows)
+
+    assert torch.equal(moe(x, (chosen, weights), (gate_up, down), activation), expected)
+    assert turns == [4, 4]
 
 
 def test_moe_sums_bfloat16_results_in_float32():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from model_oracle import load_oracle
+import torch
+from model_oracle import load_oracle, oracle_logits
 
 from wavepp.models.tiny import make_tiny
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +40,17 @@ def tiny_oracle(tiny_folder: Callable[[str], Path]) -> Callable[[str], Any]:
         return loaded[family]
 
     return oracle
+
+
+@pytest.fixture(scope="session")
+def expected_logits(tiny_oracle: Callable[[str], Any]) -> Callable[[str, list[int]], torch.Tensor]:
+    """(family, prompt) -> logits [length, vocab] of transformers, computed once."""
+    made: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def logits(family: str, prompt: list[int]) -> torch.Tensor:
+        key = (family, tuple(prompt))
+        if key not in made:
+            made[key] = oracle_logits(tiny_oracle(family), prompt)
+        return made[key]
+
+    return logits

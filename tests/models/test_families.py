@@ -35,20 +35,6 @@ def tolerance(family: str) -> float:
     return TOLERANCES.get(family, 2e-5)
 
 
-@pytest.fixture(scope="module")
-def expected_logits(tiny_oracle):
-    """(family, prompt) -> logits of transformers, computed once."""
-    made = {}
-
-    def logits(family: str, prompt: list[int]) -> torch.Tensor:
-        key = (family, tuple(prompt))
-        if key not in made:
-            made[key] = oracle_logits(tiny_oracle(family), prompt)
-        return made[key]
-
-    return logits
-
-
 def check(sequence, expected: torch.Tensor, family: str) -> None:
     torch.testing.assert_close(sequence.all_logits(), expected, atol=tolerance(family), rtol=0)
 
@@ -223,12 +209,17 @@ def test_dense_layer_is_found_where_transformers_writes_it(tiny_folder, tiny_ora
     check(sequence, oracle_logits(tiny_oracle("kimi_linear"), prompt), "kimi_linear")
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+def layers_of(folder: Path) -> int:
+    return read_model_spec(folder).num_layers
+
+
+@pytest.mark.parametrize("family", [*RECURRENT, "kimi_k3"])
 def test_restored_snapshot_is_bit_equal(tiny_folder, family):
     """A second request from a snapshot equals going on from the working slot itself, bit by bit."""
     rng = random.Random(9)
     tokens = random_prompt(rng, 320)
-    whole = BarePipeline(tiny_folder(family), (2, 6), block_size=BLOCK, blocks=64)
+    split = (2, layers_of(tiny_folder(family)) - 2)
+    whole = BarePipeline(tiny_folder(family), split, block_size=BLOCK, blocks=64)
     first = whole.sequence(tokens)
     whole.run([(first, 192)])
     restored = whole.sequence(tokens, like=first, at=192)
@@ -242,12 +233,13 @@ def test_restored_snapshot_is_bit_equal(tiny_folder, family):
                 assert all(torch.equal(p[first.slot], p[restored.slot]) for p in held)
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", [*RECURRENT, "kimi_k3"])
 def test_snapshots_do_not_depend_on_the_waves(tiny_folder, family):
     tokens = random_prompt(random.Random(2), 256)
     kept = []
     for cuts in ((256,), (64, 128, 64), (192, 64)):
-        pipeline = BarePipeline(tiny_folder(family), (8,), block_size=BLOCK, blocks=32)
+        split = (layers_of(tiny_folder(family)),)
+        pipeline = BarePipeline(tiny_folder(family), split, block_size=BLOCK, blocks=32)
         sequence = pipeline.sequence(tokens)
         for length in cuts:
             pipeline.run([(sequence, length)])

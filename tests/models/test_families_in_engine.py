@@ -49,7 +49,7 @@ def test_blocks_that_cut_the_delta_rule_are_refused(tiny_folder, family):
         torch_executor(config, 0)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "kimi_linear"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "kimi_linear", "kimi_k3"])
 def test_blocks_and_states_come_back_from_the_host(tiny_folder, family):
     spec = read_model_spec(tiny_folder(family))
     units = {group.name: 6 for group in spec.groups}

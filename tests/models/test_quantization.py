@@ -6,19 +6,24 @@ import json
 import random
 import re
 import shutil
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from kimi_k3_reference import decode_mxfp4
+from live_bytes import LiveBytes
 from model_oracle import CPU, BarePipeline, oracle_logits, random_prompt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from wavepp.errors import ConfigError
+from wavepp.kernels.select import select_ops
 from wavepp.models.check import check_model
-from wavepp.models.loader import CheckpointReader
+from wavepp.models.config import read_model_spec
+from wavepp.models.loader import CheckpointReader, stored_names
 from wavepp.models.quantization import Quantization, dequantize
+from wavepp.models.stage import StageModel, tensor_shapes
 from wavepp.models.tiny_kimi_k3 import pack_mxfp4
 
 
@@ -59,21 +64,23 @@ def pack_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decode_int4(packed: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
-    rows, columns = shape.tolist()
+    """One number at a time."""
+    columns = shape.tolist()[1]
     group = columns // scale.shape[1]
     return torch.tensor(
         [
             [
-                float(((packed[r, c // 8].item() >> (4 * (c % 8))) & 15) - 8)
-                * float(scale[r, c // group])
+                (((row[c // 8] >> (4 * (c % 8))) & 15) - 8) * scales[c // group]
                 for c in range(columns)
             ]
-            for r in range(rows)
+            for row, scales in zip(packed.tolist(), scale.tolist(), strict=True)
         ]
     )
 
 
-@pytest.mark.parametrize(("shape", "block"), [((64, 96), 32), ((72, 40), 32), ((5, 7), 128)])
+@pytest.mark.parametrize(
+    ("shape", "block"), [((64, 96), 32), ((72, 40), 32), ((5, 7), 128), ((576, 256), 128)]
+)
 def test_fp8_blocks_decode_bit_by_bit(shape, block):
     packed, scale = pack_fp8(randn(*shape), block)
     tensors = {"x.weight": packed, "x.weight_scale_inv": scale}
@@ -94,9 +101,9 @@ def test_mxfp4_decodes_bit_by_bit():
     assert torch.equal(decoded, decode_mxfp4(packed, scale))
 
 
-@pytest.mark.parametrize("shape", [(6, 64), (3, 96)])
-def test_int4_decodes_bit_by_bit(shape):
-    packed, scale, size = pack_int4(randn(*shape), 32)
+@pytest.mark.parametrize(("shape", "group"), [((6, 64), 32), ((3, 96), 32), ((5, 20), 10)])
+def test_int4_decodes_bit_by_bit(shape, group):
+    packed, scale, size = pack_int4(randn(*shape), group)
     tensors = {"x.weight_packed": packed, "x.weight_scale": scale, "x.weight_shape": size}
     decoded = dequantize("x.weight", tensors, Quantization(format="int4"))
     assert torch.equal(decoded, decode_int4(packed, scale, size))
@@ -180,6 +187,27 @@ def test_fp8_minimax_equals_transformers_on_the_same_numbers(tiny_folder, tmp_pa
     pipeline.prefill([sequence], 64, random.Random(1))
     expected = oracle_logits(load_oracle(plain), prompt)
     torch.testing.assert_close(sequence.all_logits(), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("kimi_linear", None), ("deepseek_v3", "fp8"), ("kimi_k3", "mxfp4"), ("qwen3_moe", "int4")],
+)
+def test_stage_never_holds_more_than_its_weights_and_one_tensor(
+    tiny_folder, tmp_path, family, kind
+):
+    folder = tiny_folder(family)
+    if kind in ("fp8", "int4"):
+        folder, _ = quantised_copy(folder, tmp_path, kind)
+    spec, ops = read_model_spec(folder), select_ops(CPU)
+    own = [f"model.layers.{layer}." for layer in range(2, 5)]
+    shapes = tensor_shapes(spec, stored_names(folder)).items()
+    largest = max(prod(shape) for name, shape in shapes if shape and name.startswith(tuple(own)))
+    with LiveBytes() as live, CheckpointReader(folder, torch.bfloat16, CPU) as weights:
+        stage = StageModel(spec, 2, 5, weights, ops)
+    one_tensor = 4 * largest + largest * 5 // 2  # decoded, and what it is decoded from
+    assert stage.weight_bytes <= live.peak <= stage.weight_bytes + one_tensor
+    assert one_tensor < stage.weight_bytes / 4
 
 
 def test_missing_scale_is_reported(tiny_folder, tmp_path):

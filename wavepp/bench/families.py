@@ -71,6 +71,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "rotary_dim": 32,
     },
     "deepseek_v3": {**_EXPERTS, **_MLA, "n_routed_experts": 32},
+    "deepseek_v32": {**_EXPERTS, **_MLA, **_INDEXER, "n_routed_experts": 32},
     "glm_moe_dsa": {**_EXPERTS, **_MLA, **_INDEXER, "n_routed_experts": 32},
     "gemma3_text": {"sliding_window": 256},
     "kimi_linear": {

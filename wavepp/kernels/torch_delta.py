@@ -192,11 +192,10 @@ def _pairs_by_channel(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tens
     diagonal = q.new_empty((2, *blocks[:-1], SUB))
     k_blocks, g_blocks, both_blocks = k.view(blocks), total.view(blocks), both.view(2, *blocks)
     for j in range(SUB):
-        at = slice(j, j + 1)
-        decayed = (
-            (g_blocks - g_blocks[..., at, :]).clamp_(max=0.0).exp_().mul_(k_blocks[..., at, :])
-        )
-        diagonal[..., j] = (both_blocks * decayed).sum(-1)
+        at, down = slice(j, j + 1), slice(j, None)
+        decayed = (g_blocks[..., down, :] - g_blocks[..., at, :]).clamp_(max=0.0).exp_()
+        decayed.mul_(k_blocks[..., at, :])
+        diagonal[..., down, j] = (both_blocks[..., down, :] * decayed).sum(-1)
     for block in range(size // SUB):
         begin, end = block * SUB, (block + 1) * SUB
         result[..., begin:end, begin:end] = diagonal[:, :, :, block]

@@ -7,8 +7,9 @@
     int4     X.weight_packed I32 [o, i / 8], X.weight_scale [o, i / group] and X.weight_shape:
              (nibble - 8) times the scale of its column group, the low nibble first
 
-Weights are decoded to float32, one tensor at a time, as a stage reads them. Tensors that a
-checkpoint left unquantised are stored plainly and never come here.
+Weights are decoded to float32, one tensor at a time, as a stage reads them, with little memory
+beside the result. Tensors that a checkpoint left unquantised are stored plainly and never come
+here.
 """
 
 from __future__ import annotations
@@ -112,8 +113,11 @@ def _fp8(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Te
     expected = tuple(-(-size // step) for size, step in zip(weight.shape, block, strict=True))
     _require(name, weight.dtype == torch.float8_e4m3fn, f"dtype {weight.dtype}")
     _require(name, tuple(scale.shape) == expected, f"{list(scale.shape)} scales for {block}")
-    wide = scale.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
-    return weight.float() * wide.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+    columns = scale.float().repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+    decoded = weight.float()
+    for rows, scales in zip(torch.split(decoded, block[0]), columns, strict=True):
+        rows.mul_(scales)
+    return decoded
 
 
 def _mxfp4(name: str, packed: Tensor, scale: Tensor) -> Tensor:
@@ -122,8 +126,8 @@ def _mxfp4(name: str, packed: Tensor, scale: Tensor) -> Tensor:
     shape = [rows, columns // MXFP4_GROUP]
     _require(name, list(scale.shape) == shape, f"{list(scale.shape)} scales, not {shape}")
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=packed.device)
-    nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).view(rows, columns)
-    decoded = values[nibbles.int()].view(rows, -1, MXFP4_GROUP)
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # of each byte
+    decoded = pairs.index_select(0, packed.reshape(-1).int()).view(rows, -1, MXFP4_GROUP)
     exponent = scale.float().sub_(MXFP4_BIAS)
     return decoded.mul_(torch.exp2(exponent).unsqueeze(-1)).view(rows, columns)
 
@@ -135,10 +139,12 @@ def _int4(name: str, packed: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
     _require(name, list(packed.shape) == [rows, words], f"shape {list(packed.shape)}")
     groups = scale.shape[1]
     _require(name, columns % groups == 0, f"{groups} scale groups for {columns} columns")
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
-    nibbles = (packed.unsqueeze(-1) >> shifts) & 15
-    values = nibbles.view(rows, words * 8)[:, :columns].float() - INT4_OFFSET
-    return (values.view(rows, groups, -1) * scale.float().unsqueeze(-1)).view(rows, columns)
+    values = torch.empty((rows, words, 8), device=packed.device)
+    for nibble in range(8):
+        values[..., nibble] = (packed >> 4 * nibble).bitwise_and_(15)
+    decoded = values.view(rows, -1)[:, :columns].sub_(INT4_OFFSET)
+    decoded.view(rows, groups, -1).mul_(scale.float().unsqueeze(-1))
+    return decoded
 
 
 def _require(name: str, holds: bool, found: str) -> None:
