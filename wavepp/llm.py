@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar, Unpack
 from wavepp.config import EngineConfig, build_config
 from wavepp.engine import Engine, PrefillOptions, Prompt
 from wavepp.errors import EngineDeadError, RequestError
-from wavepp.requests import EngineStats, PrefillResult
+from wavepp.requests import EngineStats, PrefillResults
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -77,7 +77,7 @@ class LLM:
 
     def prefill(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[PrefillOptions]
-    ) -> list[PrefillResult]:
+    ) -> PrefillResults:
         """Runs prompts to their first token; one result a prompt, in the order given.
 
         Args:
@@ -92,7 +92,7 @@ class LLM:
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[PrefillOptions]
-    ) -> list[PrefillResult]:
+    ) -> PrefillResults:
         """As `prefill`, and on to the answer's end, or to `max_tokens` (16 if not given)."""
         options.setdefault("max_tokens", GENERATE_TOKENS)
         return self.prefill(prompts, **options)
@@ -101,7 +101,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         **options: Unpack[PrefillOptions],
-    ) -> list[PrefillResult]:
+    ) -> PrefillResults:
         """As `prefill`, for one conversation or several, laid out by the model's chat template.
 
         Args:
@@ -148,16 +148,14 @@ class LLM:
             raise EngineDeadError("this LLM is closed")
         return self._loop.run(coroutine)
 
-    async def _chat(self, chats: Sequence[Any], options: PrefillOptions) -> list[PrefillResult]:
+    async def _chat(self, chats: Sequence[Any], options: PrefillOptions) -> PrefillResults:
         return await self._prefill(
             [await self._engine.tokenize_chat(chat) for chat in chats], options
         )
 
-    async def _prefill(
-        self, prompts: Sequence[Prompt], options: PrefillOptions
-    ) -> list[PrefillResult]:
+    async def _prefill(self, prompts: Sequence[Prompt], options: PrefillOptions) -> PrefillResults:
         requests = [await self._engine.request(prompt, **options) for prompt in prompts]
-        return await self._engine.submit_all(requests)
+        return PrefillResults(await self._engine.submit_all(requests))
 
 
 class _LoopThread:

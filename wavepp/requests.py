@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wavepp.errors import RequestError
+from wavepp.show import engine_sheet, result_sheet, results_sheet, stages_sheet
 from wavepp.validation import first_problem
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -23,6 +28,8 @@ SALT_CHARS_MAX = 1024
 LOGPROBS_MAX = 20
 STOPS_MAX = 16
 STOP_CHARS_MAX = 1024
+WAVE_SIZE_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens of a wave: where counts of waves by their size are divided."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]
 
@@ -136,6 +143,26 @@ class PrefillResult:
     text: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
 
+    def __rich__(self) -> Table:
+        """As rich draws it in a terminal."""
+        return result_sheet(self).table()
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return result_sheet(self).html()
+
+
+class PrefillResults(list[PrefillResult]):
+    """A list of results that rich and notebooks show as a table."""
+
+    def __rich__(self) -> Table:
+        """As rich draws it in a terminal."""
+        return results_sheet(self).table()
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return results_sheet(self).html()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Produced:
@@ -170,6 +197,7 @@ class StageStats:
             its latest wave's end. idle_s: seconds since then. cpu_s: of its process.
         blocks_used: held by requests; the rest is free or cached and idle.
         blocks_cached: reusable, whether or not a request uses them; some are among blocks_used.
+        snapshots_total, snapshots_filled: of recurrent state; they are counted as blocks too.
         leases, escrows: requests that hold one; escrow_blocks: what all escrows together promise.
         host_blocks_total, host_blocks_cached: the same on the host tier.
         evicted, offloaded, brought_back, victims_substituted: blocks, since the start.
@@ -186,6 +214,8 @@ class StageStats:
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
+    snapshots_total: int = 0
+    snapshots_filled: int = 0
     host_blocks_total: int = 0
     host_blocks_cached: int = 0
     leases: int = 0
@@ -205,6 +235,14 @@ class StageStats:
         """Share of the blocks that requests hold."""
         return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
 
+    def __rich__(self) -> Table:
+        """As rich draws it in a terminal."""
+        return stages_sheet([self]).table()
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return stages_sheet([self]).html()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
@@ -217,7 +255,11 @@ class EngineStats:
         capacity_refusals: times a stage had no room for a request, which then waited.
         deferred: times a request waited for a prefix that another one was computing.
         lease_age_s_max: age of the oldest lease that is not materialised yet.
+        endpoint_lowered_tokens: tokens that candidates promised and the stages together lacked.
         wave_tokens: sizes of the latest waves, oldest first (bounded).
+        wave_size_counts: all waves by the first of WAVE_SIZE_BOUNDS that is not below their size,
+            and the larger ones; launched_tokens: of all of them.
+        wave_budget: tokens that the planner allowed the latest wave.
         driver_cpu_s: CPU seconds of the driver's process (with `--transport local` everybody's).
         rolled_back: times an admitted request found no room on a stage, or its prefix gone
             (`reservation` lease or none).
@@ -242,7 +284,11 @@ class EngineStats:
     leases: int = 0
     lease_age_s_max: float = 0.0
     stages: tuple[StageStats, ...] = ()
+    endpoint_lowered_tokens: int = 0
     wave_tokens: tuple[int, ...] = ()
+    wave_size_counts: tuple[int, ...] = (0,) * (len(WAVE_SIZE_BOUNDS) + 1)
+    launched_tokens: int = 0
+    wave_budget: int = 0
     driver_cpu_s: float = 0.0
     rolled_back: int = 0
 
@@ -255,6 +301,16 @@ class EngineStats:
     def invariant_violations(self) -> int:
         """Times an idle stage was found holding something."""
         return sum(stage.invariant_violations for stage in self.stages)
+
+    def __rich__(self) -> Group:
+        """As rich draws it in a terminal."""
+        from rich.console import Group
+
+        return Group(engine_sheet(self).table(), stages_sheet(self.stages).table())
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return engine_sheet(self).html() + stages_sheet(self.stages).html()
 
 
 def make_request(**fields: Any) -> PrefillRequest:

@@ -1,28 +1,20 @@
-"""`ray job submit -- wavepp run-batch ...` on a real cluster with its dashboard.
-
-The cluster has ports, a folder and a token of its own, and is ended by its own process (`ray stop`
-would end every Ray on the machine).
-"""
+"""`ray job submit -- wavepp run-batch ...` on a real cluster of two nodes of one CPU each, so that
+two stages of one CPU are on both of them."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
+import json
 import shlex
 import shutil
-import signal
-import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+from e2e_cluster import RunningCluster, start_cluster
 from e2e_commands import (
-    BIN,
-    clean_environment,
     make_tiny,
     processes_with,
     read_jsonl,
@@ -33,59 +25,14 @@ from e2e_commands import (
 )
 
 START_TRIES = 2
-START_S = 90
+STAGES = ["-pp", "2", "--num-cpus-per-stage", "1"]
+SMALL_WAVES = ["--max-num-batched-tokens", "64", "--dtype", "float32"]
+"""Many in flight at once: more than Ray's own channels hold between two nodes."""
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningCluster:
-    """A head node: how to reach it, and the process that holds it up."""
-
-    address: str
-    env: dict[str, str]
-    folder: str
-    process: subprocess.Popen[bytes]
-
-    def stop(self) -> None:
-        """What Ctrl-C does to `ray start --block`."""
-        self.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in opened:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in opened]
-
-
-def start_cluster(folder: str) -> RunningCluster | None:
-    """Starts a head node; None if it is not up in time."""
-    env = clean_environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    port, dashboard, agent, client = free_ports(4)
-    command = [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
-    command += ["--num-cpus=2", f"--temp-dir={folder}", f"--port={port}"]
-    command += ["--include-dashboard=true", "--dashboard-host=127.0.0.1"]
-    command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
-    command += [f"--ray-client-server-port={client}"]
-    with open(os.path.join(folder, "start.log"), "wb") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
-    address = f"http://127.0.0.1:{dashboard}"
-    cluster = RunningCluster(address=address, env=env, folder=folder, process=process)
-    listing = [str(BIN / "ray"), "job", "list", "--address", address]
-
-    def answers() -> bool:
-        return process.poll() is not None or run(listing, env=env).returncode == 0
-
-    if wait_until(answers, seconds=START_S) and process.poll() is None:
-        return cluster
-    cluster.stop()
-    return None
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
     # Ray's sockets lie below this folder, and a socket's path may have 107 characters.
     folder = tempfile.mkdtemp(prefix="wpp-")
@@ -99,8 +46,111 @@ def cluster() -> Iterator[RunningCluster]:
             yield started
         finally:
             started.stop()
+        assert wait_until(lambda: processes_with(folder) == [], seconds=20), processes_with(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def completions(count: int, **asked: Any) -> list[dict[str, Any]]:
+    """Lines of a batch: prompts of 17 tokens and more."""
+    return [
+        {
+            "custom_id": f"line-{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": [3 + j % 500 for j in range(17 + 7 * (i % 12))], **asked},
+        }
+        for i in range(count)
+    ]
+
+
+def channel_semaphores(cluster: RunningCluster) -> list[str]:
+    """Names of semaphores that hold the pid of one of the cluster's processes."""
+    started = [psutil.Process(process.pid) for process in cluster.processes]
+    pids = [child.pid for each in started for child in each.children(recursive=True)]
+    names = [path.name for path in Path("/dev/shm").glob("sem.*")]
+    return [name for name in names if any(f"{pid}-" in name for pid in pids)]
+
+
+def test_batch_runs_as_a_ray_job_on_two_nodes(
+    cluster: RunningCluster, model: Path, tmp_path: Path
+) -> None:
+    lines = completions(12, max_tokens=1, logprobs=2)
+    source = write_jsonl(tmp_path / "in.jsonl", lines)
+    submit = readme_line("ray job submit")
+    submit = submit.replace("submit", f"submit --address {cluster.address}", 1)
+    submit = submit.replace(" in.jsonl", f" {source}").replace("out.jsonl", f"{tmp_path}/job.jsonl")
+    submit = submit.replace("MODEL_FOLDER -pp 8", shlex.join([str(model), *STAGES, *SMALL_WAVES]))
+    done = run(shlex.split(submit), env=cluster.env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "succeeded" in done.stdout
+    assert "input tokens" in done.stdout
+
+    batch = ["wavepp", "run-batch", "-i", str(source), "--model", str(model), *STAGES]
+    batch += [*SMALL_WAVES, "-o", str(tmp_path / "alone.jsonl"), "--transport", "local"]
+    alone = run(batch)
+    assert alone.returncode == 0, alone.stderr
+    answers = read_jsonl(tmp_path / "job.jsonl")
+    assert [line["custom_id"] for line in answers] == [line["custom_id"] for line in lines]
+    assert same_answers(answers, read_jsonl(tmp_path / "alone.jsonl"))
+
+    stages = [row for row in cluster.state_of("actors") if row["class_name"] == "StageActor"]
+    assert len({row["node_id"] for row in stages}) == len(stages) == 2
+    # The job leaves the cluster as it found it, and the next job may come.
+    assert cluster.alive("actors", "Actor") == []
+    assert cluster.alive("placement_groups") == []
+    assert channel_semaphores(cluster) == []
+
+
+def test_stopped_job_leaves_nothing_running(
+    cluster: RunningCluster, model: Path, tmp_path: Path
+) -> None:
+    lines = completions(3000, max_tokens=100, ignore_eos=True)
+    source, target = write_jsonl(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    mark = f"mark-{tmp_path.name}"
+    environment = json.dumps({"env_vars": {"WAVEPP_TEST_MARK": mark}})
+    job = ["ray", "job", "submit", "--address", cluster.address, "--no-wait"]
+    job += ["--submission-id", "stopped", "--runtime-env-json", environment, "--"]
+    job += ["wavepp", "run-batch", "-i", str(source), "-o", str(target), "--model", str(model)]
+    submitted = run([*job, *STAGES], env=cluster.env)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    assert wait_until(lambda: target.exists() and target.stat().st_size > 0, seconds=120)
+    assert channel_semaphores(cluster)  # else nothing would be shown by their absence
+    running = cluster.alive("actors", "StageActor")
+    assert len({row["node_id"] for row in running}) == 2
+    assert len(processes_with(mark)) > 4
+
+    stopped = run(["ray", "job", "stop", "--address", cluster.address, "stopped"], env=cluster.env)
+    assert "was stopped" in stopped.stdout, stopped.stdout + stopped.stderr
+    assert wait_until(lambda: processes_with(mark) == [], seconds=30), processes_with(mark)
+    assert cluster.alive("actors", "Actor") == []
+    assert cluster.alive("placement_groups") == []
+    assert len(cluster.alive("nodes")) == 2
+    assert len(read_jsonl(target)) < len(lines)
+
+
+def test_job_that_finds_no_room_says_what_it_lacks(
+    cluster: RunningCluster, model: Path, tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", completions(1))
+    job = ["ray", "job", "submit", "--address", cluster.address, "--"]
+    job += ["wavepp", "run-batch", "-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    job += ["--model", str(model), "-pp", "3", "--num-cpus-per-stage", "1"]
+    done = run([*job, "--wait-for-resources-s", "1"], env=cluster.env)
+    assert done.returncode == 1
+    assert "failed with exit code 2" in done.stdout
+    told = [line for line in done.stdout.splitlines() if line.startswith("wavepp: ")]
+    assert told[0] == (
+        "wavepp: Ray had no room for 3 stages of 1 CPU and 0 GPU each within wait_for_resources_s "
+        "= 1 s; the cluster has 2 CPU and 0 GPU, free are 2 CPU and 0 GPU"
+    )
+    assert "Traceback" not in done.stdout
+    assert cluster.alive("placement_groups") == []
 
 
 def readme_line(first: str) -> str:
@@ -108,47 +158,3 @@ def readme_line(first: str) -> str:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (line,) = [line for line in readme.splitlines() if line.startswith(first)]
     return line
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(600)
-def test_batch_runs_as_a_ray_job(cluster: RunningCluster, tmp_path: Path) -> None:
-    model = make_tiny(tmp_path / "tiny")
-    lines = [
-        {
-            "custom_id": f"line-{i}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": list(range(3, 20 + 7 * i)), "max_tokens": 1, "logprobs": 2},
-        }
-        for i in range(12)
-    ]
-    source = write_jsonl(tmp_path / "in.jsonl", lines)
-    flags = ["--model", str(model), "-pp", "2", "--dtype", "float32"]
-    batch = ["wavepp", "run-batch", "-i", str(source), *flags]
-
-    submit = readme_line("ray job submit")
-    submit = submit.replace("submit", f"submit --address {cluster.address}", 1)
-    submit = submit.replace(" in.jsonl", f" {source}").replace("out.jsonl", f"{tmp_path}/job.jsonl")
-    submit = submit.replace("MODEL_FOLDER -pp 8", f"{model} -pp 2 --dtype float32")
-    done = run(shlex.split(submit), env=cluster.env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "succeeded" in done.stdout
-    assert "input tokens" in done.stdout
-
-    alone = run([*batch, "-o", str(tmp_path / "alone.jsonl"), "--transport", "local"])
-    assert alone.returncode == 0, alone.stderr
-    answers = read_jsonl(tmp_path / "job.jsonl")
-    assert [line["custom_id"] for line in answers] == [line["custom_id"] for line in lines]
-    assert same_answers(answers, read_jsonl(tmp_path / "alone.jsonl"))
-
-    # The job leaves the cluster as it found it: no actor lives, and the next job may come.
-    states = ["ray", "list", "actors", "--address", cluster.address, "--format", "json"]
-    listed = run([*states, "--filter", "state=ALIVE"], env=cluster.env)
-    assert listed.returncode == 0, listed.stderr
-    assert "StageActor" not in listed.stdout, listed.stdout
-
-    cluster.stop()
-    assert wait_until(lambda: processes_with(cluster.folder) == [], seconds=20), processes_with(
-        cluster.folder
-    )

@@ -201,5 +201,6 @@ async def test_states_come_back_from_the_host(folders: dict[str, Path]) -> None:
             assert_same(result, await serve(plain, prompt))
         stats = await pipeline.stats()
     assert all(stage.offloaded > 0 for stage in stats.stages)
+    assert all(0 < stage.snapshots_filled <= stage.snapshots_total for stage in stats.stages)
     assert stats.stages[1].brought_back > 0
     assert all(watched.counts["host"] > 0 for watched in made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,6 +14,8 @@ import httpx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# As `wavepp serve` sets it, before this session's Ray is started.
+os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "wavepp.serve.lost:proxy_middlewares"
 
 ENGINE: dict[str, Any] = {
     "pipeline_parallel_size": 2,

@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from wavepp import ConfigError
+from wavepp import ConfigError, EngineConfig
+from wavepp.requests import EngineStats, StageStats
+from wavepp.serve.metrics import Metrics
 from wavepp.serve.options import ServeOptions, read_arguments
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -287,11 +289,33 @@ async def test_metrics_are_the_sum_of_the_answers(endpoints: Any) -> None:
     assert value("prompt_tokens_cached_by_source_total") == cached
     assert value("prefix_cache_hits_total") == cached
     assert value('request_success_total{finished_reason="length"') == 4
-    assert value("time_to_first_token_seconds_count") == 4
+    for name in ("time_to_first_token", "hint", "admission", "request_queue_time"):
+        assert value(f"{name}_seconds_count") == 4
     assert value("e2e_request_latency_seconds_count") == 4
     assert value("num_requests_running") == value("leases") == 0
     assert value('kv_cache_usage_perc{stage="1"}') == 0
-    assert value("waves_total") > 0
+    waves = value("waves_total")
+    assert 0 < waves == value("iteration_tokens_total_count")
+    assert value('iteration_tokens_total_bucket{le="1.0"}') < waves  # decoding goes two by two
+    assert value('iteration_tokens_total_bucket{le="64.0"}') == waves  # 64 are M
+    assert value("iteration_tokens_total_sum") == value("computed_tokens_total")
+    assert 0 < value("wave_budget_tokens") <= 64
+    assert value('escrow_failures_total{reason="no_room"}') == 0
+    assert value("endpoint_lowered_tokens_total") == 0
+
+
+def test_snapshots_are_told_of_stages_that_have_some() -> None:
+    counted = {"layers": (0, 1), "busy_s": 0.0}
+    stages = (
+        StageStats(stage=0, snapshots_total=8, snapshots_filled=2, **counted),
+        StageStats(stage=1, **counted),
+    )
+    names = ("requests_waiting", "requests_running", "requests_finished", "prompt_tokens")
+    names += ("cached_tokens", "computed_tokens", "waves", "ring_depth", "ring_occupancy", "wall_s")
+    stats = EngineStats(**dict.fromkeys(names, 0), stages=stages)
+    text = Metrics(EngineConfig(model="m")).text(stats).decode()
+    told = [line for line in text.splitlines() if line.startswith("wavepp:snapshot_usage_perc")]
+    assert told == ['wavepp:snapshot_usage_perc{stage="0"} 0.25']
 
 
 async def test_the_dashboard_asks_for_metrics_that_there_are(endpoints: Any) -> None:

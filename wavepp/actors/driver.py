@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from wavepp.actors.ports import DataPlane, Parcel, StagesPlane
 from wavepp.actors.trace import TraceWriter
+from wavepp.actors.wave_sizes import WaveSizes
 from wavepp.actors.wave_times import read_wave_times
 from wavepp.config import EngineConfig
 from wavepp.control.driver import DriverControl
@@ -49,7 +49,6 @@ from wavepp.units import RequestId
 
 logger = logging.getLogger(__name__)
 
-WAVE_SIZES_KEPT = 256
 DRAIN_S_MAX = 10.0
 STACKS_S_MAX = 5.0
 WATCH_S_MAX = 1.0
@@ -83,7 +82,7 @@ class DriverCore:
         self._to_launch: asyncio.Queue[WaveSchedule] = asyncio.Queue()
         self._to_round: asyncio.Queue[tuple[RoundMessage, ...]] = asyncio.Queue()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._wave_sizes: deque[int] = deque(maxlen=WAVE_SIZES_KEPT)
+        self._sizes = WaveSizes()
         self._dead: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._main = asyncio.create_task(self._run(), name="wavepp-driver")
@@ -159,7 +158,11 @@ class DriverCore:
             leases=len(leases),
             lease_age_s_max=self._clock() - min(leases) if leases else 0.0,
             stages=stages,
-            wave_tokens=tuple(self._wave_sizes),
+            wave_tokens=tuple(self._sizes.latest),
+            wave_size_counts=tuple(self._sizes.counts),
+            launched_tokens=self._sizes.tokens,
+            wave_budget=self._sizes.budget,
+            endpoint_lowered_tokens=tally.candidate_tokens - tally.endpoint_tokens,
             driver_cpu_s=time.process_time(),
         )
 
@@ -334,8 +337,8 @@ class DriverCore:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case LaunchWave(schedule=schedule):
-                self._wave_sizes.append(schedule.num_tokens)
+            case LaunchWave(schedule=schedule, budget=budget):
+                self._sizes.add(schedule.num_tokens, budget)
                 self._to_launch.put_nowait(schedule)
             case SendRound(messages=messages):
                 self._to_round.put_nowait(messages)

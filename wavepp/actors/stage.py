@@ -178,6 +178,8 @@ class StageCore:
             blocks_total=sum(group.units for group in groups),
             blocks_used=sum(group.units - group.free - group.reclaimable for group in groups),
             blocks_cached=sum(group.cached for group in groups),
+            snapshots_total=sum(group.units for group in groups if not group.paged),
+            snapshots_filled=sum(group.units - group.free for group in groups if not group.paged),
             host_blocks_total=sum(group.host_units for group in groups),
             host_blocks_cached=sum(group.host_cached for group in groups),
             leases=cache.leases,

@@ -56,6 +56,7 @@ def _group_stats(pool: BlockPool) -> GroupStats:
     cached = int(np.count_nonzero(pool.owner[: pool.units] >= 0))
     return GroupStats(
         name=pool.spec.name,
+        paged=pool.spec.paged,
         units=pool.units,
         free=pool.free,
         cached=cached,

@@ -382,9 +382,10 @@ class PublishOutcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
     """One pool now. free + cached + private = units; `reserved` units of free and cached back
-    escrows."""
+    escrows. `paged`: of blocks, not snapshots."""
 
     name: str
+    paged: bool
     units: int
     free: int
     cached: int

@@ -7,6 +7,7 @@ queues in front of the replica: how much may wait is the engine's to say.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from wavepp.config import EngineConfig
 from wavepp.engine import Engine, check_folder
 from wavepp.errors import EngineDeadError
 from wavepp.serve.app import build_app
+from wavepp.serve.exporter import RayExporter
 from wavepp.serve.options import ServeOptions, read_arguments
 from wavepp.serve.replicas import PipelineReplica, ReplicaSet
 from wavepp.serve.routing import PrefixRouter
@@ -30,7 +32,7 @@ from wavepp.serve.service import Service
 
 NAME = "wavepp"
 CALLS_MAX = 100_000
-HEALTH_EVERY_S = 5.0
+HEALTH_EVERY_S = 1.0  # Serve replaces a replica after three bad answers
 HEALTH_TIMEOUT_S = 30.0
 
 
@@ -54,7 +56,9 @@ class Server:
         self._options = ServeOptions(**options)
         backend = None if pipelines is None else ReplicaSet(pipelines)
         self._service = Service(Engine(EngineConfig(**config), backend=backend))
+        self._exporting: asyncio.Task[None] | None = None
         await self._service.start()
+        self._exporting = asyncio.create_task(RayExporter().run(self._service))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The replica's application; Serve asks once, after the engine is up."""
@@ -72,6 +76,9 @@ class Server:
 
     async def __del__(self) -> None:
         """Serve calls and awaits this when the replica's requests are drained."""
+        if self._exporting is not None:
+            self._exporting.cancel()
+            await asyncio.gather(self._exporting, return_exceptions=True)
         await self._service.close()
 
 

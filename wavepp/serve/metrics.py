@@ -7,18 +7,20 @@ waves, stages, caches) is taken from its latest snapshot when somebody reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
 from wavepp.config import EngineConfig
-from wavepp.requests import EngineStats, PrefillResult, StageStats
+from wavepp.requests import WAVE_SIZE_BOUNDS, EngineStats, PrefillResult, StageStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 PREFIX = "wavepp:"
@@ -46,6 +48,8 @@ class Metrics:
         self._ttft = self._histogram("time_to_first_token_seconds", "arrival to first token")
         self._e2e = self._histogram("e2e_request_latency_seconds", "arrival to end")
         self._queue = self._histogram("request_queue_time_seconds", "arrival to admission")
+        self._hint = self._histogram("hint_seconds", "arrival to what stages said of its prefix")
+        self._admission = self._histogram("admission_seconds", "from there to admission")
         self._prefill = self._histogram(
             "request_prefill_time_seconds", "first wave to first token, or to the end"
         )
@@ -63,6 +67,8 @@ class Metrics:
         _observe(self._ttft.labels(self._model), times.queued_s, times.first_token_s)
         _observe(self._e2e.labels(self._model), times.queued_s, times.done_s)
         _observe(self._queue.labels(self._model), times.queued_s, times.admitted_s)
+        _observe(self._hint.labels(self._model), times.queued_s, times.hint_s)
+        _observe(self._admission.labels(self._model), times.hint_s, times.admitted_s)
         _observe(self._prefill.labels(self._model), times.first_wave_s, end_s)
 
     def refused(self, reason: str) -> None:
@@ -74,13 +80,23 @@ class Metrics:
         self._engine.stats = stats
         return generate_latest(self._registry)
 
+    def families(self, stats: EngineStats | None) -> list[Metric]:
+        """All metrics as they are."""
+        self._engine.stats = stats
+        return list(self._registry.collect())
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry)
+        counter = Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry)
+        if not labels:
+            counter.labels(self._model)  # told as 0 from the beginning
+        return counter
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(
+        histogram = Histogram(
             PREFIX + name, text, ("model_name",), registry=self._registry, buckets=SECONDS
         )
+        histogram.labels(self._model)
+        return histogram
 
 
 class _EngineCollector(Collector):
@@ -112,6 +128,7 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         "num_requests_running": ("requests that are admitted", stats.requests_running),
         "num_requests_waiting": ("requests that wait", stats.requests_waiting),
         "ring_occupancy": ("waves in flight", stats.ring_occupancy),
+        "wave_budget_tokens": ("tokens the latest wave was allowed", stats.wave_budget),
         "leases": ("leases that are not materialised yet", stats.leases),
         "lease_age_seconds_max": ("age of the oldest of them", stats.lease_age_s_max),
     }
@@ -122,6 +139,7 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         "computed_tokens": ("tokens that were computed", stats.computed_tokens),
         "admission_rounds": ("rounds to all stages", stats.rounds),
         "endpoint_lowered": ("agreements below the candidate", stats.endpoints_lowered),
+        "endpoint_lowered_tokens": ("tokens they were below it", stats.endpoint_lowered_tokens),
         "capacity_refusals": ("times a stage had no room", stats.capacity_refusals),
         "victim_substitutions": (
             "reclaimed blocks that others were taken for",
@@ -136,10 +154,29 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         yield GaugeMetricFamily(PREFIX + name, text, value=gauge)
     for name, (text, count) in counters.items():
         yield CounterMetricFamily(PREFIX + name, text, value=count)
+    failures = CounterMetricFamily(
+        f"{PREFIX}escrow_failures", "no blocks for a request", labels=["reason"]
+    )
+    failures.add_metric(["no_room"], stats.capacity_refusals)
+    failures.add_metric(["rolled_back"], stats.rolled_back)
+    yield failures
+    yield _wave_sizes(stats)
+
+
+def _wave_sizes(stats: EngineStats) -> Metric:
+    bounds = [*map(str, map(float, WAVE_SIZE_BOUNDS)), "+Inf"]
+    buckets = list(zip(bounds, accumulate(stats.wave_size_counts), strict=True))
+    return HistogramMetricFamily(
+        f"{PREFIX}iteration_tokens_total",
+        "tokens of a wave",
+        buckets=buckets,
+        sum_value=stats.launched_tokens,
+    )
 
 
 def _of_stages(stages: Iterable[StageStats]) -> Iterator[Metric]:
     usage = GaugeMetricFamily(f"{PREFIX}kv_cache_usage_perc", "of blocks held", labels=["stage"])
+    snapshots = GaugeMetricFamily(f"{PREFIX}snapshot_usage_perc", "filled", labels=["stage"])
     escrow = GaugeMetricFamily(f"{PREFIX}escrow_blocks", "blocks promised", labels=["stage"])
     busy = CounterMetricFamily(f"{PREFIX}stage_busy_seconds", "computing", labels=["stage"])
     wait = CounterMetricFamily(
@@ -148,11 +185,13 @@ def _of_stages(stages: Iterable[StageStats]) -> Iterator[Metric]:
     for stage in stages:
         label = str(stage.stage)
         usage.add_metric([label], stage.cache_usage)
+        if stage.snapshots_total:
+            snapshots.add_metric([label], stage.snapshots_filled / stage.snapshots_total)
         escrow.add_metric([label], stage.escrow_blocks)
         busy.add_metric([label], stage.busy_s)
         for reason, seconds in stage.wait_s.items():
             wait.add_metric([label, reason], seconds)
-    yield from (usage, escrow, busy, wait)
+    yield from (usage, snapshots, escrow, busy, wait)
 
 
 def _observe(histogram: Histogram, from_s: float | None, to_s: float | None) -> None:

@@ -1,13 +1,15 @@
 """Several pipelines as one: an EngineBackend whose requests go to replicas by Serve's router.
 
-Owns: the calls in flight. A replica that dies loses nobody's request: prefill can be done again, so
-the request is sent to another one, and tokens that were told already are not told twice.
+Owns: the calls in flight. A replica that dies, or whose pipeline does, loses nobody's request:
+prefill can be done again, so the request is sent to another one, and tokens that were told already
+are not told twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +38,10 @@ logger = logging.getLogger(__name__)
 
 TRIES_MAX = 5
 RETRY_S = 0.5
-NOT_SUMMED = ("wall_s", "ring_depth", "lease_age_s_max", "stages", "wave_tokens")
+CLOSE_S_MAX = 5.0
+NOT_SUMMED = frozenset(
+    {"wall_s", "lease_age_s_max", "stages", "wave_tokens", "wave_size_counts", "wave_budget"}
+)
 
 Answer = Produced | PrefillResult | WavePPError
 
@@ -51,6 +56,7 @@ class PipelineReplica:
 
     async def __init__(self, config: Mapping[str, Any]) -> None:  # type: ignore[misc]  # awaited
         self._backend = build_backend(EngineConfig(**config))
+        self._going: asyncio.Task[None] | None = None
         self._facts = await self._backend.start()
 
     async def facts(self) -> tuple[StageFacts, ...]:
@@ -71,6 +77,8 @@ class PipelineReplica:
             yield await running
         except WavePPError as error:
             yield error
+            if isinstance(error, EngineDeadError):
+                self._go()
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -90,6 +98,19 @@ class PipelineReplica:
     async def __del__(self) -> None:
         """Serve calls and awaits this when the replica's requests are drained."""
         await self._backend.close()
+
+    def _go(self) -> None:
+        """Ends this process: its pipeline is dead for good, and while it is there it fails every
+        request at once, which makes it the least loaded replica. What it had is sent to others."""
+
+        async def close_and_exit() -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S_MAX):
+                    await self._backend.close()
+            os._exit(1)
+
+        if self._going is None:
+            self._going = asyncio.create_task(close_and_exit())
 
 
 class _Call:
@@ -122,19 +143,18 @@ class ReplicaSet:
             for tries_left in reversed(range(TRIES_MAX)):
                 try:
                     return await self._try(call, request, stream)
-                except (RayActorError, RayServeException) as error:
+                except (RayActorError, RayServeException, EngineDeadError) as error:
                     if call.is_aborted or not tries_left:
                         raise
                     logger.warning("a replica failed, trying another: %s", error)
                     await asyncio.sleep(RETRY_S)
             raise AssertionError("the last try returns or raises")
-        except (RayError, RayServeException, asyncio.CancelledError) as error:
+        except (RayError, RayServeException, EngineDeadError, asyncio.CancelledError) as error:
             if call.is_aborted:
                 return _aborted(request, began_s)
-            if isinstance(error, asyncio.CancelledError):
+            if isinstance(error, EngineDeadError | asyncio.CancelledError):
                 raise
-            first = str(error).strip().splitlines()[0]
-            raise EngineDeadError(f"no replica answers: {first}") from None
+            raise EngineDeadError(f"no replica answers: {_first_line(error)}") from None
         finally:
             call.tokens.close()
             if self._calls.get(request.request_id) is call:
@@ -157,7 +177,10 @@ class ReplicaSet:
 
     async def stats(self) -> EngineStats:
         """As EngineBackend.stats: of all replicas together."""
-        return merge_stats(await self._handle.broadcast("stats").results_async())
+        try:
+            return merge_stats(await self._handle.broadcast("stats").results_async())
+        except (RayError, RayServeException) as error:
+            raise EngineDeadError(f"a replica does not answer: {_first_line(error)}") from None
 
     async def reset_prefix_cache(self, stage: int | None = None) -> bool:
         """As EngineBackend.reset_prefix_cache."""
@@ -194,6 +217,10 @@ class ReplicaSet:
         raise EngineDeadError("a replica's answer ended without a result")
 
 
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def _aborted(request: PrefillRequest, began_s: float) -> PrefillResult:
     return PrefillResult(
         request_id=request.request_id,
@@ -216,9 +243,10 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
     stages = [stage for part in parts for stage in part.stages]
     return EngineStats(
         wall_s=max(part.wall_s for part in parts),
-        ring_depth=sum(part.ring_depth for part in parts),
         lease_age_s_max=max(part.lease_age_s_max for part in parts),
         stages=tuple(replace(stage, stage=index) for index, stage in enumerate(stages)),
         wave_tokens=tuple(size for part in parts for size in part.wave_tokens),
+        wave_size_counts=tuple(map(sum, zip(*(p.wave_size_counts for p in parts), strict=True))),
+        wave_budget=max(part.wave_budget for part in parts),
         **sums,
     )

@@ -20,6 +20,7 @@ from ray.serve import Application
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
 from wavepp.serve.deployment import NAME, build_application
+from wavepp.serve.lost import PROXY_ENV
 from wavepp.serve.options import ServeOptions
 
 UP_S_MAX = 60.0
@@ -42,7 +43,7 @@ class RunningServer:
             ConfigError: the engine can't be built, the port is taken, or nothing answers.
         """
         check_port(host, port)
-        server = cls(Cluster.join_or_start({}), f"http://{_reachable(host)}:{port}")
+        server = cls(Cluster.join_or_start(PROXY_ENV), f"http://{_reachable(host)}:{port}")
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
             deploy(build_application(config, options), name=NAME, route="/")

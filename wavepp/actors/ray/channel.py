@@ -1,10 +1,14 @@
-"""Channels for compiled graphs whose readers nap.
+"""Channels for compiled graphs whose readers nap, with as many buffers between nodes as on one.
 
 Ray's own readers poll shared memory in a tight loop: an idle stage burns 0.15 to 0.6 of a core, and
 when cores are scarce the pollers take theirs from the stages that compute. Here a reader looks,
 and naps between looks, longer the longer nothing has come.
 
-Owns: how a reader waits. May not: change what travels.
+Ray's own channels hold one message between nodes. The raylet that brings the next one before this
+one was read waits, and with it all that this node hears from others: of the ring's schedules the
+third would keep the first activation out for ever. Here each wave in flight has a buffer.
+
+Owns: how a reader waits, how much is buffered. May not: change what travels.
 """
 
 from __future__ import annotations
@@ -13,17 +17,53 @@ import time
 from typing import Any
 
 from ray.exceptions import RayChannelTimeoutError
-from ray.experimental.channel.shared_memory_channel import CompositeChannel, SharedMemoryType
+from ray.experimental.channel import utils
+from ray.experimental.channel.intra_process_channel import IntraProcessChannel
+from ray.experimental.channel.shared_memory_channel import (
+    BufferedSharedMemoryChannel,
+    CompositeChannel,
+    SharedMemoryType,
+)
 
 NAP_S_MIN = 50e-6
 NAP_S_MAX = 8e-3
 NAP_SHARE = 1 / 16  # of the time waited so far: what a nap may add to it
 
 
+Readers = list[tuple[Any, str]]
+"""Actors, each with the id of the node it is on."""
+
+
 class NappingChannel(CompositeChannel):
     """A CompositeChannel whose `read` looks without waiting, and naps between looks."""
 
     _waiting_since_s: float | None = None
+
+    @classmethod
+    def create(
+        cls, writer: Any, readers: Readers, *, local: int, remote: int, driver_actor_id: str | None
+    ) -> NappingChannel:
+        """A new channel, made by its writer.
+
+        Args:
+            writer: an actor; None: the driver.
+            readers: with the nodes they are on.
+            local, remote: messages that are buffered for readers on the writer's node, on others.
+        """
+        away, own = utils.split_readers_by_locality(writer, readers)
+        near, far = utils.split_actors_by_node_locality(utils.get_actor_node(writer), away)
+        parts: list[tuple[Any, list[str]]] = []
+        if own:
+            # Several readers in the writer's process share what one of them took out.
+            parts.append((IntraProcessChannel(num_readers=1), [writer._actor_id.hex()]))
+        for group, buffers in ((near, local), (far, remote)):
+            if group:
+                part = BufferedSharedMemoryChannel(writer, group, buffers)
+                parts.append((part, [reader._actor_id.hex() for reader, _ in group]))
+        # By the actors' ids as text, whatever Ray's own signature says.
+        channels: Any = {name: part for part, names in parts for name in names}
+        given = {part for part, _ in parts}
+        return cls(writer, readers, local, driver_actor_id, channels, given)
 
     def read(self, timeout: float | None = None) -> Any:
         """As CompositeChannel.read. `timeout` in seconds; None or -1: none."""
@@ -53,17 +93,25 @@ class NappingType(SharedMemoryType):
     """Shared memory with napping readers; set as a graph node's `type_hint`.
 
     Args:
-        buffers: messages a channel holds before its writer waits.
+        local: messages a channel holds on its writer's node before the writer waits.
+        remote: the same for readers on other nodes; never fewer than can be under way.
     """
 
-    def __init__(self, *, buffers: int) -> None:
-        super().__init__(num_shm_buffers=buffers)
+    def __init__(self, *, local: int, remote: int) -> None:
+        super().__init__(num_shm_buffers=local)
+        self._num_remote_buffers = remote
 
     def create_channel(  # type: ignore[override]  # Ray's own says Channel and returns a composite
         self,
         writer: Any,
-        reader_and_node_list: list[tuple[Any, str]],
+        reader_and_node_list: Readers,
         driver_actor_id: str | None = None,
     ) -> NappingChannel:
         """As SharedMemoryType.create_channel."""
-        return NappingChannel(writer, reader_and_node_list, self._num_shm_buffers, driver_actor_id)
+        return NappingChannel.create(
+            writer,
+            reader_and_node_list,
+            local=self._num_shm_buffers,
+            remote=self._num_remote_buffers,
+            driver_actor_id=driver_actor_id,
+        )

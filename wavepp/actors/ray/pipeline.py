@@ -36,25 +36,26 @@ def compile_graph(
 ) -> Any:
     """Compiles the graph; call it inside the event loop that will execute it. Blocks.
 
-    With blocking sends a channel between two stages holds one parcel: a stage can't hand over the
-    next one before this one was read. (It may compute it: the graph's writers know no rendezvous.)
+    With blocking sends a channel between two stages of a node holds one parcel: a stage can't hand
+    over the next one before this one was read. (It may compute it: the graph's writers know no
+    rendezvous. Between nodes all parcels are buffered: see channel.py.)
     With device "cuda" activations travel by NCCL beside the parcels. Not run on a GPU.
     """
     buffers = ring_depth + SPARE_EXECUTIONS
     between = 1 if blocking_sends else buffers
     with InputNode() as schedule:
-        schedule.type_hint = NappingType(buffers=buffers)
+        schedule.type_hint = NappingType(local=buffers, remote=buffers)
         parcel: Any = None
         for stage in stages:
             prepared = stage.prepare.bind(schedule)
-            prepared.type_hint = NappingType(buffers=buffers)
+            prepared.type_hint = NappingType(local=buffers, remote=buffers)
             arguments = (prepared,) if parcel is None else (prepared, parcel)
             parcel = stage.forward.bind(*arguments)
             if device == "cuda" and stage is not stages[-1]:
                 parcel = parcel.with_tensor_transport(transport="nccl")
             else:
-                is_last = stage is stages[-1]
-                parcel.type_hint = NappingType(buffers=buffers if is_last else between)
+                local = buffers if stage is stages[-1] else between
+                parcel.type_hint = NappingType(local=local, remote=buffers)
     return parcel.experimental_compile(
         enable_asyncio=True,
         _max_inflight_executions=buffers,
