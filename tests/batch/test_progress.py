@@ -75,11 +75,15 @@ def test_lines_come_now_and_then() -> None:
     assert isinstance(console.file, io.StringIO)
     rare = LineProgress(console, every_s=3600.0)
     rare.update(TALLY, stats(wall_s=1.0))
-    assert console.file.getvalue() == ""
+    said = console.file.getvalue()
+    assert said.startswith("5/10 requests · ")
+    rare.update(TALLY, stats(wall_s=2.0))
+    assert console.file.getvalue() == said
+    console.file.truncate(0)
     often = LineProgress(console, every_s=0.0)
     often.update(TALLY, stats(wall_s=1.0))
     often.close()
-    assert console.file.getvalue().startswith("5/10 requests · ")
+    assert console.file.getvalue().count("5/10 requests · ") == 1
 
 
 def test_summary_of_a_run() -> None:

@@ -58,17 +58,18 @@ class BarProgress:
 
 
 class LineProgress:
-    """A plain line now and then, for logs."""
+    """A plain line at the start and then now and then, for logs."""
 
     def __init__(self, console: Console, every_s: float = LINE_EVERY_S) -> None:
         self._console = console
         self._every_s = every_s
-        self._began = self._last = time.monotonic()
+        self._began = time.monotonic()
+        self._last: float | None = None
 
     def update(self, tally: Tally, stats: EngineStats) -> None:
         """Prints a line when the last one is old enough."""
         now = time.monotonic()
-        if now - self._last < self._every_s:
+        if self._last is not None and now - self._last < self._every_s:
             return
         self._last = now
         total = f"/{tally.total}" if tally.total is not None else ""
