@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ import torch
 from wavepp.models import smollm2
 
 torch.set_num_threads(1)
+# A shell's background job ignores SIGINT, and so would all commands that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -67,12 +70,3 @@ def ray_session() -> Iterator[Any]:
     ray.shutdown()
     for folder in Path(tempfile.gettempdir(), "ray").glob(f"session_*_{os.getpid()}"):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers (`-n 2 --dist loadgroup`): whoever takes a test with Ray takes them all, so that
-    one Ray and its pipelines serve them; the other tests go by file, as their fixtures do."""
-    for item in items:
-        group = "ray" if item.get_closest_marker("ray") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
