@@ -9,10 +9,11 @@ in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 
-from wavepp.actors.wave_times import read_wave_times
+from wavepp.actors.driver import driver_options
 from wavepp.bench.closed_loop import Ask, LoopRun
 from wavepp.config import EngineConfig
 from wavepp.control.options import cache_groups
@@ -168,26 +169,16 @@ def world_options(config: EngineConfig, models: Sequence[StageModel]) -> WorldOp
     Raises:
         ConfigError: the file of wave times can't be used.
     """
+    driver = driver_options(config)
+    named = {field.name for field in fields(WorldOptions)}
+    shared = {f.name: getattr(driver, f.name) for f in fields(driver) if f.name in named}
     return WorldOptions(
         stages=tuple(_stage(config, model) for model in models),
         block_size=config.block_size,
-        ring_depth=config.ring_waves,
-        wave_tokens_max=config.max_num_batched_tokens,
-        wave_tokens_min=config.wave_tokens_min,
-        planner=config.planner,
-        stage_costs=read_wave_times(config),
-        pipeline_fill=config.pipeline_fill,
-        progress_deadline_s=config.progress_deadline_ms / 1000.0,
-        max_num_seqs=config.max_num_seqs,
-        headroom_tokens=config.headroom_tokens,
-        admission=config.admission,
-        reservation=config.reservation,
-        agreement=config.agreement,
-        defer_shared_prefix=config.defer_shared_prefix and config.enable_prefix_caching,
-        defer_max_s=config.defer_max_ms / 1000.0,
         enable_prefix_caching=config.enable_prefix_caching,
         round_delay_s=ROUND_DELAY_S,
         wave_delay_s=WAVE_DELAY_S,
+        **shared,
     )
 
 
