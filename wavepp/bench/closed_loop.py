@@ -32,6 +32,7 @@ Tokens = Sequence[int] | npt.NDArray[np.int32]
 ABORT_SHARE = 0.5  # of the requests of a storm
 ABORT_WITHIN = 1.5  # of the mean completion so far: aborts fall into every state of a request
 FIRST_ABORTS_S = 0.05  # the same before anything has completed
+ABORT_AT_ONCE = 0.25  # of the aborts: clients that leave as soon as they have asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +199,9 @@ class _Storm:
     async def submit(self, request: PrefillRequest) -> PrefillResult:
         """Runs a request to its end, or to its abort."""
         aborted = self._rng.random() < ABORT_SHARE
-        delay_s = self._rng.random() * ABORT_WITHIN * self._mean_s
+        drawn = self._rng.random() - ABORT_AT_ONCE
+        # However fast the engine is and however late a timer, a storm aborts something.
+        delay_s = max(0.0, drawn) / (1 - ABORT_AT_ONCE) * ABORT_WITHIN * self._mean_s
         began_s = time.perf_counter()
         work = asyncio.ensure_future(self._engine.submit(request))
         if aborted:
