@@ -10,7 +10,7 @@ from cache_world import B, attention, recurrent, sliding, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavepp.cache.hints import HintIndex, _gallop
+from wavepp.cache.hints import HintIndex
 from wavepp.cache.keys import make_prompt
 from wavepp.cache.types import ReuseVote
 
@@ -42,15 +42,17 @@ class CountingLock:
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_gallop_finds_the_leading_keys(there: int, count: int) -> None:
     keys = [str(i).encode() for i in range(count)]
-    table = dict.fromkeys(keys[:there], 1)
-    assert _gallop(table, keys, count) == min(there, count)
+    index = HintIndex([attention(9)], 1)
+    index.add(0, 0, keys[:there])
+    assert index.probe(0, keys, count) == min(there, count)
 
 
 def test_gallop_needs_few_probes() -> None:
     keys = [str(i).encode() for i in range(3125)]
     for there in (0, 1, 2, 100, 1600, 3124, 3125):
-        table = CountingDict.fromkeys(keys[:there], 1)
-        assert _gallop(table, keys, 3125) == there
+        index = HintIndex([attention(9)], 1)
+        table = index._tables[0][0] = CountingDict.fromkeys(keys[:there], 1)
+        assert index.probe(0, keys, 3125) == there
         assert table.looks <= (1 if there == 3125 else 17), there
 
 

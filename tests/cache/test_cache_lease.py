@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from cache_world import B, World, attention, recurrent, sliding, tokens
 
+from wavepp.cache import lease as leases
 from wavepp.cache.types import ReuseVote
 from wavepp.errors import LocalProtocolError
 from wavepp.units import RequestId
@@ -250,3 +253,72 @@ def test_broken_contracts_are_errors(world) -> None:
     stage.cache.free(R)
     stage.cache.free(R)
     assert stage.cache.held() == ()
+
+
+def test_a_walk_made_before_an_eviction_is_made_again(world) -> None:
+    stage = world(attention(6))
+    stage.run("a", tokens(0, 16))
+    prompt = stage.prompt(tokens(0, 17))
+    seen = stage.cache.foresee(prompt, 16)
+    assert (seen.reuse, seen.present) == (ReuseVote(attention=16), (4,))
+    stage.run("b", tokens(100, 20))
+    vote = stage.cache.lease(R, 1, prompt, 16, seen)
+    assert vote.endpoint == stage.hint(tokens(0, 17)) < 16
+    assert pinned(stage) == vote.endpoint // B
+
+
+def test_a_walk_for_another_limit_or_prompt_is_made_again(world) -> None:
+    stage = world(attention(16))
+    stage.run("a", tokens(0, 40))
+    prompt, other = stage.prompt(tokens(0, 40)), stage.prompt(tokens(50, 40))
+    assert stage.cache.lease(R, 1, prompt, 8, stage.cache.foresee(prompt, 24)).endpoint == 8
+    stage.cache.release_lease(R)
+    assert stage.cache.lease(R, 1, other, 24, stage.cache.foresee(prompt, 24)).endpoint == 0
+
+
+def test_what_was_foreseen_keeps_the_floor_of_now(world) -> None:
+    """Others reserve room in between: the tree is the same, what may be pinned is not."""
+    stage = world(attention(8))
+    stage.run("a", tokens(0, 24))
+    prompt = stage.prompt(tokens(0, 25))
+    seen = stage.cache.foresee(prompt, 24)
+    assert stage.claim("b", stage.prompt(tokens(100, 16)), 0).committed
+    vote = stage.cache.lease(R, 1, prompt, 24, seen)
+    assert vote.endpoint == 16
+    stage.check()
+
+
+def test_walks_beside_another_thread_never_fail_and_never_mislead(world) -> None:
+    """One thread computes and evicts under the lock, the other walks without it."""
+    stage = world(attention(24), slots=2)
+    shared = tokens(0, 32)
+    mutex, done = threading.Lock(), threading.Event()
+
+    def compute() -> None:
+        for turn in range(300):
+            with mutex:
+                cut = 4 * (turn % 8 + 1)
+                stage.run(f"w{turn}", [*shared[:cut], *tokens(1000 + 40 * turn, 12)])
+                if turn % 7 == 0:
+                    stage.cache.reset()
+        done.set()
+
+    worker = threading.Thread(target=compute)
+    worker.start()
+    stood = walks = 0
+    prompt = stage.prompt([*shared, 1])
+    while not done.is_set():
+        changes = stage.cache._parts.tree.changes
+        seen = stage.cache.foresee(prompt, 32)
+        with mutex:
+            walks += 1
+            same = changes == stage.cache._parts.tree.changes
+            found = leases.look(stage.cache._parts, prompt, 8)
+            assert not same or seen.reuse == found
+            stood += same
+            vote = stage.cache.lease(R, 1, prompt, 32, seen)
+            assert vote.reuse == found or vote.endpoint < found.attention
+            stage.cache.release_lease(R)
+            stage.check()
+    worker.join()
+    assert walks > stood > 0, "some walks must have met a change, and some not"

@@ -3,11 +3,15 @@ proved after each step."""
 
 from __future__ import annotations
 
+import copy
+
 from cache_world import World, attention, recurrent, sliding
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from wavepp.cache.lease import Foresight
+from wavepp.cache.types import LeaseVote, Prompt
 from wavepp.units import RequestId
 
 SHARED = [[7] * 40, [7] * 8 + [8] * 32, [9] * 40]
@@ -30,6 +34,7 @@ class StageCacheMachine(RuleBasedStateMachine):
             enable_prefix_caching=self.caching,
         )
         self.count = 0
+        self.foreseen: list[tuple[Prompt, int, Foresight | None]] = []
         self.claimed: list[str] = []
         self.committed: list[str] = []
         self.running: list[str] = []
@@ -56,8 +61,36 @@ class StageCacheMachine(RuleBasedStateMachine):
         limit = max(0, self.world.hint(ids, salt) // 4 - max(0, cut - 8)) * 4
         if cut < 2:
             limit = prompt.reuse_cap
+        self._claim(rid, prompt, limit, None)
+
+    @rule(base=st.sampled_from(SHARED), shared=st.sampled_from([4, 8, 12, 17]), less=st.booleans())
+    def foresee(self, base, shared: int, less: bool) -> None:
+        """A walk whose claim comes later, when the tree may be another one."""
+        prompt = self.world.prompt([*base[:shared], 1, 2])
+        if self.world.cache.fits(prompt) is None:
+            limit = max(0, prompt.reuse_cap - 4 * less)
+            self.foreseen.append((prompt, limit, self.world.cache.foresee(prompt, limit)))
+
+    @rule(index=st.integers(0, 99))
+    def claim_foreseen(self, index: int) -> None:
+        """Foreseen or not, the claim is the same."""
+        if not self.foreseen:
+            return
+        prompt, limit, foresight = self.foreseen.pop(index % len(self.foreseen))
+        self.count += 1
+        rid = f"r{self.count}"
+        twin = copy.deepcopy(self.world.cache)
+        expected = twin.claim(RequestId(rid), 1, prompt, limit)
+        assert self._claim(rid, prompt, limit, foresight) == expected
+        if rid in self.claimed + self.committed:
+            pins = [pool.pins.tolist() for pool in self.world.cache._parts.pools]
+            assert pins == [pool.pins.tolist() for pool in twin._parts.pools]
+
+    def _claim(
+        self, rid: str, prompt: Prompt, limit: int, foresight: Foresight | None
+    ) -> LeaseVote:
         before = self.world.cache.stats()
-        vote = self.world.claim(rid, prompt, limit)
+        vote = self.world.claim(rid, prompt, limit, foresight=foresight)
         assert vote.endpoint <= limit
         assert vote.reuse.usable(vote.endpoint)
         if vote.refusal is not None:
@@ -67,6 +100,7 @@ class StageCacheMachine(RuleBasedStateMachine):
             self.committed.append(rid)
         else:
             self.claimed.append(rid)
+        return vote
 
     @rule(index=st.integers(0, 99), down=st.integers(0, 3), both=st.booleans())
     def move(self, index: int, down: int, both: bool) -> None:

@@ -7,6 +7,7 @@ they had been computed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -95,15 +96,16 @@ def hybrid_cache(load: Load, *, units: int) -> StageCache:
 
 
 def _cache(load: Load, groups: tuple[GroupSpec, ...]) -> StageCache:
-    return StageCache(
-        CacheConfig(
-            block_size=load.block_size,
-            groups=groups,
-            slots=load.concurrency,
-            snapshot_interval=SNAPSHOT_INTERVAL_BLOCKS * load.block_size,
-            max_snapshots_per_path=SNAPSHOTS_PER_PROMPT,
-        )
+    config = CacheConfig(
+        block_size=load.block_size,
+        groups=groups,
+        slots=load.concurrency,
+        snapshot_interval=SNAPSHOT_INTERVAL_BLOCKS * load.block_size,
+        max_snapshots_per_path=SNAPSHOTS_PER_PROMPT,
     )
+    # Real locks, as a running stage has them.
+    locks = [threading.Lock() for _ in range(config.hint_shards)]
+    return StageCache(config, shard_locks=locks)
 
 
 class Lives:
@@ -124,13 +126,16 @@ class Lives:
         self._snapshots = any(not group.paged for group in cache.config.groups)
 
     def live(self, prompt: Prompt) -> None:
-        """One request: hint, claim, materialise, publish span by span, free."""
+        """One request: hint, walk, claim, materialise, publish span by span, free."""
         cache = self.cache
         self._served += 1
         self._longest = (0.0, 0.0)
         name = RequestId(f"{self._case} {self._served}")
         limit = cache.hint(prompt).reuse.highest(prompt.reuse_cap)
-        vote = self._hold("claim", lambda: cache.claim(name, 1, prompt, limit))
+        seen = self._watch.time(
+            f"foresee, unlocked: {self._case}", lambda: cache.foresee(prompt, limit)
+        )
+        vote = self._hold("claim", lambda: cache.claim(name, 1, prompt, limit, foresight=seen))
         assert vote.committed, vote
         assert vote.endpoint == limit, (vote, limit)
         self._hold("materialize", lambda: cache.materialize(name))

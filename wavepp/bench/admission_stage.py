@@ -1,6 +1,7 @@
 """What `wavepp bench admission` times on one stage: keys, probes, hints, leases, escrows, and every
 hold of the tree mutex in the life of a request, over real stage caches.
 
+    foresee    the walk before a claim, without the mutex
     one run    each prompt is held as one run of blocks
     N runs     each prompt parts from N - 1 others: its path is N runs
     hybrid     attention, sliding and recurrent windows, with snapshots along each prompt

@@ -39,6 +39,7 @@ class HintIndex:
         assert shards & (shards - 1) == 0, shards
         assert locks is None or len(locks) == shards, "one lock a shard"
         self._specs = tuple(specs)
+        self._groups = range(len(self._specs))
         self._mask = shards - 1
         self._all_attention = bool(specs) and all(spec.kind == "attention" for spec in specs)
         self._locks = tuple(locks) if locks is not None else (nullcontext(),) * shards
@@ -97,10 +98,10 @@ class HintIndex:
         miss, then bisect. O(log n)."""
         if not count:
             return 0
-        shard = self.shard_of(keys[0])
-        table = self._tables[shard][group]
+        shard = keys[0][0] & self._mask  # as `shard_of`, without a call: a probe is mostly calls
+        table, last = self._tables[shard][group], keys[count - 1]
         with self._locks[shard]:
-            return _gallop(table, keys, count)
+            return count if last in table else _gallop(table, keys, count)
 
     def present(self, group: int, keys: Sequence[bytes], count: int) -> BoolArray:
         """bool [count]: which of the leading keys are there. O(n), for windows that are not
@@ -118,9 +119,9 @@ class HintIndex:
         size = prompt.block_size
         count = prompt.reuse_cap // size
         if self._all_attention:
-            for group in range(len(self._specs)):
+            for group in self._groups:
                 count = self.probe(group, prompt.keys, count)
-            return ReuseVote(attention=count * size)
+            return ReuseVote(count * size)
         for group, spec in enumerate(self._specs):
             if spec.kind == "attention":
                 count = self.probe(group, prompt.keys, count)
@@ -148,10 +149,9 @@ class HintIndex:
 
 
 def _gallop(table: dict[bytes, int], keys: Sequence[bytes], count: int) -> int:
-    """Leading keys in the table: the last one (the usual hit is a whole one); then depths 1, 8,
-    64, ... to the first miss, and bisection. Each probe misses the near caches: few are wanted."""
-    if not count or keys[count - 1] in table:
-        return count
+    """Leading keys in the table, of which the last is not there (that was tried: the usual hit is a
+    whole one): depths 1, 8, 64, ... to the first miss, and bisection. Each probe misses the near
+    caches: few are wanted."""
     known, probe = 0, 1
     while probe < count and keys[probe - 1] in table:
         known, probe = probe, GALLOP * probe

@@ -107,12 +107,15 @@ def make_prompt(
     if keys is None:
         keys = chain_keys(raw, block_size, namespace, hash_bytes=hash_bytes)
     assert len(keys) == len(tokens) // block_size, (len(keys), len(tokens), block_size)
+    last = len(tokens) - 1
+    tail = last - last % block_size
     return Prompt(
         namespace=namespace,
         tokens=np.frombuffer(raw, dtype="<i4"),
         raw=raw,
         keys=keys if isinstance(keys, list) else list(keys),
         block_size=block_size,
+        tail=tail,
+        reuse_cap=tail if reusable else 0,
         room_tokens=room_tokens,
-        reusable=reusable,
     )

@@ -3,6 +3,9 @@ its own.
 
 Owns the exact walk and the pins it leads to. A leased unit may be shared by others and evicted by
 none. Leases have no expiry by time, and go lower only. Paper, section on admission (local lease).
+
+The walk takes longest, and can be made before the mutex is taken: `foresee`. If the tree is still
+the same then, only the pins are left to do.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wavepp.cache.parts import Parts
-from wavepp.cache.tree import Node
+from wavepp.cache.tree import Match, Node
 from wavepp.cache.types import BoolArray, Int32Array, Prompt, ReuseVote
 from wavepp.cache.windows import make_vote, needed, usable, within_floor
 
@@ -33,6 +36,23 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Foresight:
+    """What a walk found, for as long as the tree does not change.
+
+    Attributes:
+        limit: how far it went at most, in blocks. changes: the tree's, before the walk.
+        reuse: the vote, floors aside. present: per group, the units found on the path.
+    """
+
+    prompt: Prompt
+    limit: int
+    changes: int
+    match: Match
+    reuse: ReuseVote
+    present: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Shift:
     """What a lease pins anew and lets go when it falls to a lower endpoint; per group, deepest
     first."""
@@ -50,20 +70,44 @@ def look(parts: Parts, prompt: Prompt, limit: int) -> ReuseVote:
     return _vote(parts, parts.tree.walk(prompt, cap).places, bounded=False)
 
 
-def acquire(parts: Parts, attempt: int, prompt: Prompt, limit: int) -> tuple[Lease, ReuseVote]:
-    """Walks up to `limit` blocks and pins the highest usable endpoint that keeps every floor."""
+def foresee(parts: Parts, prompt: Prompt, limit: int) -> Foresight:
+    """The exact walk up to `limit` blocks and what it means, without a pin. Needs no mutex."""
+    cap = min(limit, prompt.reuse_cap // parts.block_size)
+    changes = parts.tree.changes
+    match = parts.tree.walk(prompt, cap)
+    reuse = _vote(parts, match.places, bounded=False)
+    present = tuple(int(np.count_nonzero(row >= 0)) for row in match.places)
+    return Foresight(prompt, cap, changes, match, reuse, present)
+
+
+def acquire(
+    parts: Parts, attempt: int, prompt: Prompt, limit: int, foresight: Foresight | None = None
+) -> tuple[Lease, ReuseVote]:
+    """Walks up to `limit` blocks, unless that was foreseen and still stands, and pins the highest
+    usable endpoint that keeps every floor."""
     cap = min(limit, prompt.reuse_cap // parts.block_size)
     if not parts.config.enable_prefix_caching:
         return Lease(attempt, prompt, None, 0), ReuseVote(attention=0)
-    match = parts.tree.walk(prompt, cap)
-    vote = _vote(parts, match.places, bounded=True)
+    seen = foresight
+    if seen is None or not _stands(parts, seen, prompt, cap):
+        seen = foresee(parts, prompt, cap)
+    match, vote = seen.match, seen.reuse
+    named = zip(parts.pools, seen.present, strict=True)
+    if any(pool.spare < present for pool, present in named):
+        vote = _vote(parts, match.places, bounded=True)
     endpoint = vote.highest(cap * parts.block_size) // parts.block_size
     # The match may reach deeper than the endpoint, into runs that this lease does not pin.
     node = parts.tree.climb(match.node, endpoint) if match.node and endpoint else None
     for pool, ids in zip(parts.pools, _pinned(parts, match.places, endpoint), strict=True):
-        assert not (ids < 0).any(), "the endpoint needs a unit that is not held"
+        assert not len(ids) or ids.min() >= 0, "the endpoint needs a unit that is not held"
         pool.pin(ids)
     return Lease(attempt, prompt, node, endpoint), vote
+
+
+def _stands(parts: Parts, seen: Foresight, prompt: Prompt, limit: int) -> bool:
+    """Whether a walk now would find the same."""
+    same_walk = seen.prompt is prompt and seen.limit == limit
+    return same_walk and seen.changes == parts.tree.changes
 
 
 def release(parts: Parts, lease: Lease) -> None:
@@ -80,6 +124,21 @@ def usable_below(parts: Parts, lease: Lease, limit: int) -> ReuseVote:
     if not parts.config.enable_prefix_caching:
         return ReuseVote(attention=0)
     return _vote(parts, held(parts, lease)[:, :upto], bounded=False)
+
+
+def trim(parts: Parts, lease: Lease, reuse: ReuseVote, limit: int) -> None:
+    """Lowers a lease to the highest endpoint of `reuse` at or below `limit` (in blocks) that keeps
+    every floor; the new is pinned before the old is let go."""
+    size = parts.block_size
+    target = reuse.highest(min(limit, lease.endpoint) * size) // size
+    while target < lease.endpoint:
+        shift = plan_shift(parts, lease, target)
+        pin_new(parts, shift)
+        if keeps_floors(parts, shift):
+            unpin_old(parts, lease, shift)
+            return
+        unpin_new(parts, shift)
+        target = reuse.highest((target - 1) * size) // size
 
 
 def plan_shift(parts: Parts, lease: Lease, endpoint: int) -> Shift:

@@ -2,11 +2,12 @@
 
 Owns the pools, the tree, the hint index and every lease, escrow and sequence of the stage.
 Synchronous, no clock, no thread: one caller at a time (the caller holds the stage's tree mutex),
-except `hint`, `settle` and `hint_version`, which touch the sharded hint index only. Paper, section
-on admission.
+except `hint`, `settle` and `hint_version`, which touch the sharded hint index only, and `foresee`,
+which only reads. Paper, section on admission.
 
     announce    hint             owns nothing
-    admit       claim            lease, prepare and, if the lease kept the limit, commit
+    admit       foresee          the walk, without the mutex; owns nothing
+                claim            lease, prepare and, if the lease kept the limit, commit
     retry       move             new acquired before old released, all or nothing
     undo        undo             escrow first, then lease
     first wave  install          what was not reserved is claimed now, or the request is refused
@@ -28,7 +29,7 @@ from wavepp.cache import sequence as sequences
 from wavepp.cache.blocks import joined
 from wavepp.cache.escrow import Escrow
 from wavepp.cache.hints import Locks
-from wavepp.cache.lease import Lease, Shift
+from wavepp.cache.lease import Foresight, Lease, Shift
 from wavepp.cache.lru import EMPTY
 from wavepp.cache.parts import build_parts
 from wavepp.cache.pledge import Pledge
@@ -47,7 +48,7 @@ from wavepp.cache.types import (
     ReuseVote,
     SnapshotOrders,
 )
-from wavepp.cache.windows import demand_of_all
+from wavepp.cache.windows import demand_of_all, never_fits
 from wavepp.errors import LocalProtocolError
 from wavepp.units import RequestId
 
@@ -85,24 +86,19 @@ class StageCache:
 
     def fits(self, prompt: Prompt) -> Refusal | None:
         """None when an empty cache could hold the prompt; else why not (refuse it on arrival)."""
-        demands = demand_of_all(self.config, prompt, 0, [0] * len(self.config.groups))
-        for spec, units in zip(self.config.groups, demands, strict=True):
-            if units > spec.units:
-                return Refusal(
-                    reason="never_fits", group=spec.name, needed=units, available=spec.units
-                )
-        return None
+        return never_fits(self.config, prompt)
 
     def hint(self, prompt: Prompt) -> HintVote:
         """All endpoints <= prompt.reuse_cap that the hint index knows; owns nothing.
 
         Needs no tree mutex. The version is read first, so a change meanwhile shows as stale.
         """
-        self.settle()
-        version = self._parts.hints.version
+        hints = self._parts.hints
+        hints.settle()
+        version = hints.version
         if not self.config.enable_prefix_caching:
-            return HintVote(reuse=ReuseVote(attention=0), version=version)
-        return HintVote(reuse=self._parts.hints.look_up(prompt), version=version)
+            return HintVote(ReuseVote(attention=0), version)
+        return HintVote(hints.look_up(prompt), version)
 
     def settle(self) -> None:
         """Lets the hint index follow what was evicted. Call it after a hold; `hint` does too."""
@@ -125,6 +121,12 @@ class StageCache:
 
     # -- admission -------------------------------------------------------------------------------
 
+    def foresee(self, prompt: Prompt, limit: int) -> Foresight | None:
+        """Walks before the claim. Needs no mutex: the claim walks again if the tree has changed."""
+        if not self.config.enable_prefix_caching or self.config.reservation != "escrow":
+            return None
+        return leases.foresee(self._parts, prompt, self._blocks(limit))
+
     def claim(
         self,
         request_id: RequestId,
@@ -133,6 +135,7 @@ class StageCache:
         limit: int,
         *,
         oversized: bool = False,
+        foresight: Foresight | None = None,
     ) -> LeaseVote:
         """Lease, prepare, and commit if the lease kept the limit: the common admission.
 
@@ -140,13 +143,14 @@ class StageCache:
             limit: the agreed candidate, a multiple of B; min(limit, prompt.reuse_cap) counts.
             oversized: ignore the headroom; honoured only while no other request holds a lease
                 or an escrow here.
+            foresight: of the same prompt and limit, made a moment ago.
 
         Returns:
             a vote; with a refusal the lease is held and no escrow is: the caller undoes it.
         """
         if self.config.reservation != "escrow":
             return self._claim_unreserved(request_id, attempt, prompt, limit)
-        vote = self.lease(request_id, attempt, prompt, limit)
+        vote = self.lease(request_id, attempt, prompt, limit, foresight)
         outcome = self.prepare(request_id, oversized=oversized)
         if outcome.refusal is not None:
             return replace(vote, refusal=outcome.refusal)
@@ -154,7 +158,10 @@ class StageCache:
             outcome = self.commit(request_id, vote.endpoint)
         return replace(vote, committed=outcome.committed, refusal=outcome.refusal)
 
-    def lease(self, request_id: RequestId, attempt: int, prompt: Prompt, limit: int) -> LeaseVote:
+    def lease(
+        self, request_id: RequestId, attempt: int, prompt: Prompt, limit: int,
+        foresight: Foresight | None = None,
+    ) -> LeaseVote:  # fmt: skip
         """Walks the tree by tokens and pins the highest usable endpoint <= limit.
 
         Pins that would break a floor are not taken: the endpoint is lower then.
@@ -162,7 +169,7 @@ class StageCache:
         if request_id in self._holdings:
             raise LocalProtocolError(f"{request_id} already holds something on this stage")
         blocks = self._blocks(limit)
-        lease, reuse = leases.acquire(self._parts, attempt, prompt, blocks)
+        lease, reuse = leases.acquire(self._parts, attempt, prompt, blocks, foresight)
         self._holdings[request_id] = _Holding(lease=lease)
         return self._vote(request_id, lease, reuse)
 
@@ -176,15 +183,7 @@ class StageCache:
         if holding.escrow is not None:
             raise LocalProtocolError(f"{request_id} has an escrow: move it, don't trim it")
         reuse = leases.usable_below(self._parts, lease, self._blocks(endpoint))
-        target = self._blocks(reuse.highest(min(endpoint, lease.endpoint * self._size)))
-        while target < lease.endpoint:
-            shift = leases.plan_shift(self._parts, lease, target)
-            leases.pin_new(self._parts, shift)
-            if leases.keeps_floors(self._parts, shift):
-                leases.unpin_old(self._parts, lease, shift)
-                break
-            leases.unpin_new(self._parts, shift)
-            target = self._blocks(reuse.highest((target - 1) * self._size))
+        leases.trim(self._parts, lease, reuse, self._blocks(endpoint))
         return self._vote(request_id, lease, reuse)
 
     def prepare(self, request_id: RequestId, *, oversized: bool = False) -> EscrowOutcome:

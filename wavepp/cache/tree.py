@@ -16,6 +16,10 @@ compared on every walk.
 A cursor (node, depth) names a position on a path. A split keeps the lower part in the old node, so
 climbing to the parent until `start < depth` always finds the position again; a run that is gone
 still knows its parent, for cursors that end above it. Paper, section on admission (walks).
+
+A walk needs no mutex as long as what it found is used only while `changes` stands where it stood
+before the walk: every change counts when it is complete, so a walk that met half of one does not
+pass for a good one. For that a walk reads each field of a run once, and never fails.
 """
 
 from __future__ import annotations
@@ -91,12 +95,14 @@ class PrefixTree:
         self._hints = hints
         self.roots: dict[bytes, Node] = {}
         self.nodes: dict[int, Node] = {}
+        self.changes = 0
         self._next_index = 0
 
     # -- reading ---------------------------------------------------------------------------------
 
     def walk(self, prompt: Prompt, limit: int) -> Match:
-        """The longest path <= limit blocks whose tokens equal the prompt's."""
+        """The longest path <= limit blocks whose tokens equal the prompt's. Changes nothing, and
+        does not fail when another thread changes the tree meanwhile."""
         node = self.roots.get(prompt.namespace)
         raw, step = prompt.raw, self._step
         at, end = 0, limit * step  # in bytes of raw
@@ -107,7 +113,7 @@ class PrefixTree:
                 break
             node, theirs = child, child.raw
             if at + len(theirs) > end or not raw.startswith(theirs, at):
-                matched = self._common(child, raw, at // step, (end - at) // step)
+                matched = self._common(theirs, raw, at // step, (end - at) // step)
                 parts.append(child.places[:, :matched])
                 at += matched * step
                 break
@@ -115,11 +121,11 @@ class PrefixTree:
             at += len(theirs)
         return Match(node if at else None, at // step, self._join(parts))
 
-    def _common(self, node: Node, raw: bytes, depth: int, limit: int) -> int:
-        """Leading blocks of a node that equal the prompt's from `depth` on, at most `limit`."""
-        count = min(node.length, limit)
+    def _common(self, run: bytes, raw: bytes, depth: int, limit: int) -> int:
+        """Leading blocks of a run that equal the prompt's from `depth` on, at most `limit`."""
+        count = min(len(run) // self._step, limit)
         ours = np.frombuffer(raw, np.int32, count * self._block_size, depth * self._step)
-        theirs = np.frombuffer(node.raw, np.int32, count * self._block_size)
+        theirs = np.frombuffer(run, np.int32, count * self._block_size)
         differ = np.flatnonzero(ours != theirs)
         return int(differ[0]) // self._block_size if len(differ) else count
 
@@ -211,6 +217,7 @@ class PrefixTree:
             depth += matched
             if depth < upto and depth < node.end:
                 node = self._split(node, depth)
+        self.changes += 1
         merged = [joined_or_empty(lists) for lists in older]
         return Attached(node, count, merged)
 
@@ -341,6 +348,7 @@ class PrefixTree:
         for shard, keys in gone.items():
             self._hints.remove_later(shard, group, keys)
         self._pools[group].owner[as_index(ids)] = -1
+        self.changes += 1
 
     def _empty_one(self, node: Node, group: int, offset: int, keys: list[bytes]) -> None:
         """Takes one unit out of a run. Runs of a single unit can be many: they just go."""
@@ -360,6 +368,7 @@ class PrefixTree:
         for node, offsets, chosen in self._by_node(group, source):
             node.places[group, offsets] = target[chosen]
         self._pools[group].move(source, target)
+        self.changes += 1
 
     def _by_node(
         self, group: int, ids: Int32Array

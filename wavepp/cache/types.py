@@ -118,8 +118,10 @@ class Prompt:
         tokens: int32 [n].
         raw: the same tokens as little-endian int32 bytes (compared on the walk).
         keys: one chained key for each full block, `n // B` of them.
-        room_tokens: tokens beyond the prompt that need cache (local decoding: max_tokens - 1).
-        reusable: False when no prefix may be reused (`prompt_logprobs`).
+        tail: B * floor((n - 1) / B), the highest endpoint that leaves a token to compute.
+        reuse_cap: the highest endpoint this prompt may reuse: its tail, or 0 when nothing may be
+        reused (`prompt_logprobs`). room_tokens: tokens beyond the prompt that need cache (local
+        decoding: max_tokens - 1).
     """
 
     namespace: bytes
@@ -127,24 +129,14 @@ class Prompt:
     raw: bytes
     keys: Sequence[bytes]
     block_size: int
+    tail: int
+    reuse_cap: int
     room_tokens: int = 0
-    reusable: bool = True
 
     @property
     def num_tokens(self) -> int:
         """n."""
         return len(self.tokens)
-
-    @property
-    def tail(self) -> int:
-        """B * floor((n - 1) / B): the highest endpoint that leaves a token to compute."""
-        last = len(self.raw) // TOKEN_BYTES - 1
-        return last - last % self.block_size
-
-    @property
-    def reuse_cap(self) -> int:
-        """The highest endpoint this prompt may reuse: its tail, or 0 when nothing may be reused."""
-        return self.tail if self.reusable else 0
 
     @property
     def blocks_total(self) -> int:

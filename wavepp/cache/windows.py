@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from wavepp.cache.types import BoolArray, CacheConfig, GroupSpec, Prompt, ReuseVote
+from wavepp.cache.types import BoolArray, CacheConfig, GroupSpec, Prompt, Refusal, ReuseVote
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -131,3 +131,12 @@ def demand_of_all(
         demand(spec, prompt, endpoint, host, caching=caching)
         for spec, host in zip(config.groups, host_blocks, strict=True)
     ]
+
+
+def never_fits(config: CacheConfig, prompt: Prompt) -> Refusal | None:
+    """Why a prompt does not fit into an empty cache; None: it does."""
+    demands = demand_of_all(config, prompt, 0, [0] * len(config.groups))
+    for spec, units in zip(config.groups, demands, strict=True):
+        if units > spec.units:
+            return Refusal(reason="never_fits", group=spec.name, needed=units, available=spec.units)
+    return None

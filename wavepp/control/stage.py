@@ -5,7 +5,7 @@ Owns: the applied log, the stage's cache with the machine that speaks for it, th
 sequences, wave numbers. May not: compute, know a clock or a network. Two callers meet here: WAVE
 brings rounds (`handle`), LOOP brings waves (`prepare`, `finished`). Both take the handed-in tree
 lock for each operation on shared state, for microseconds: a decision, a claim, a span. Payloads are
-unpacked and hints looked up without it.
+unpacked, hints looked up and the tree walked for a claim without it.
 
     wave w:  prepare(w) -> StageWork      requests named for the first time are materialised
              ... effects, then spans ...
@@ -43,7 +43,7 @@ from wavepp.protocol.messages import (
     WaveSchedule,
 )
 from wavepp.protocol.stage import StageMachine
-from wavepp.protocol.votes import HintReply, RoundAnswer, RoundAsk
+from wavepp.protocol.votes import Claim, ClaimVote, HintReply, RoundAnswer, RoundAsk
 from wavepp.units import LogNumber, RequestId, StageIndex, WaveNumber
 
 
@@ -122,18 +122,21 @@ class StageControl:
 
     def _answer(self, ask: RoundAsk) -> RoundAnswer:
         """Claims in their order, then hints, then the votes that Retry decisions made."""
-        votes = []
-        for claim in ask.claims:
-            with self._lock:
-                vote = self.machine.claim(claim)
-            if vote is not None:
-                votes.append(vote)
+        votes = [vote for claim in ask.claims if (vote := self._claim(claim)) is not None]
         hints = [self._hint(name, exact=ask.exact) for name in ask.hints]
         with self._lock:
             return RoundAnswer(
                 hints=tuple(hint for hint in hints if hint is not None),
                 votes=(*self.machine.end_round(), *votes),
             )
+
+    def _claim(self, claim: Claim) -> ClaimVote | None:
+        """The walk is made before the lock is taken for good."""
+        with self._lock:
+            prompt = self.machine.prompt_to_claim(claim)
+        foresight = None if prompt is None else self.cache.foresee(prompt, claim.limit)
+        with self._lock:
+            return self.machine.claim(claim, foresight)
 
     def _hint(self, name: RequestId, *, exact: bool) -> HintReply | None:
         """None: it ended meanwhile. Only the exact walk is done under the lock."""

@@ -8,6 +8,7 @@ admission (leases, escrows, votes).
     apply(decision)            from the log, each once, in number order (control.log.AppliedLog)
     store(request, prompt)     the payload; dropped when the request ended before it came
     hint(request)              needs no tree mutex, owns nothing
+    prompt_to_claim(claim)     what the cache may walk before the claim, without the tree mutex
     claim(claim)               lease + escrow + commit, one lock hold each, in the round's order
     end_round()                the votes that Retry decisions made since the last round
     release(request)           the fence of an ended attempt fell: everything it held goes
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wavepp.cache.lease import Foresight
 from wavepp.cache.store import StageCache
 from wavepp.cache.types import LeaseVote, Prompt
 from wavepp.errors import RemoteProtocolError
@@ -188,7 +190,14 @@ class StageMachine:
             raise RemoteProtocolError(f"stage {self.stage} has no tokens of {request_id} yet")
         return request.prompt
 
-    def claim(self, claim: Claim) -> ClaimVote | None:
+    def prompt_to_claim(self, claim: Claim) -> Prompt | None:
+        """What a claim is about to walk the cache for; None: it will not."""
+        request = self._requests.get(claim.request_id)
+        if request is None or request.vote is not None or self._refused:
+            return None
+        return request.prompt
+
+    def claim(self, claim: Claim, foresight: Foresight | None = None) -> ClaimVote | None:
         """Acts on one claim of a round; None when the request or the attempt has ended.
 
         A claim that comes twice gets the same vote twice, and is acted on once.
@@ -218,6 +227,7 @@ class StageMachine:
             request.prompt,
             claim.limit,
             oversized=claim.oversized,
+            foresight=foresight,
         )
         request.vote = self._vote(claim.request_id, claim.attempt, lease, alone=alone)
         return request.vote

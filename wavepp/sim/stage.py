@@ -2,7 +2,8 @@
 
 Owns: which thread runs when. May not: decide, or look into what a message says. WAVE answers
 rounds, LOOP runs waves; both take the tree lock for a step at a time. Whenever one of them lets go
-of it, the other may run then and there, so their steps interleave at the grain of one lock hold.
+of it, or is about to take it, the other may run then and there, so their steps interleave at the
+grain of one lock hold, and what is done without the lock may be out of date when it is taken.
 
     LOOP:  idle --schedule--> prepared --activations--> computing --time--> idle
 """
@@ -32,6 +33,7 @@ from wavepp.sim.violation import Violation
 from wavepp.units import RequestId, StageIndex, WaveNumber
 
 SLOW = 20.0
+STORM_AT_A_LOCK = 0.1  # of the storms that come with a round, for each time the lock is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +54,16 @@ class Parcel:
 
 
 class HoldLock:
-    """The tree lock of a simulation: there is one thread, so it only says when it is let go."""
+    """The tree lock of a simulation: there is one thread, so it only says when it is wanted and
+    when it is let go."""
 
-    def __init__(self, released: Action) -> None:
+    def __init__(self, wanted: Action, released: Action) -> None:
+        self._wanted = wanted
         self._released = released
         self.held = False
 
     def __enter__(self) -> None:
+        self._wanted()
         assert not self.held, "the tree lock is taken twice"
         self.held = True
 
@@ -130,7 +135,7 @@ class SimStage:
         self.index = index
         self.options = options
         self.ports = ports
-        self.lock = HoldLock(self._released)
+        self.lock = HoldLock(self._wanted, self._released)
         self.control = StageControl(
             stage_facts(index, options, world),
             CacheOptions(
@@ -332,6 +337,16 @@ class SimStage:
     def _released(self) -> None:
         """The tree lock was let go: observers look, and the other thread may run."""
         self.ports.held()
+        self._other_turn()
+
+    def _wanted(self) -> None:
+        """The tree lock is about to be taken; what was read before that may be out of date."""
+        if self._wave_runs and self._happens(self.ports.faults().storm * STORM_AT_A_LOCK):
+            self.storm()
+        self._other_turn()
+
+    def _other_turn(self) -> None:
+        """The other thread may be the one to take the tree lock now."""
         rate = self.ports.faults().interleave
         if self._wave_runs == self._loop_runs or not self._happens(rate):
             return
