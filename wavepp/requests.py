@@ -251,7 +251,9 @@ class EngineStats:
     Attributes:
         prefix_queries, prefix_hits: prompt tokens of admitted requests, and those of them reused
             on every stage. A request that is admitted again counts again.
-        endpoints_lowered: times the stages did not end at one endpoint and were told a lower one.
+        endpoints_lowered: times the stages did not all get to the limit they were asked for and
+            were told a lower one. lease_mismatches: votes in which stages' leases ended at unequal
+            endpoints.
         capacity_refusals: times a stage had no room for a request, which then waited.
         deferred: times a request waited for a prefix that another one was computing.
         lease_age_s_max: age of the oldest lease that is not materialised yet.
@@ -279,6 +281,7 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     endpoints_lowered: int = 0
+    lease_mismatches: int = 0
     capacity_refusals: int = 0
     deferred: int = 0
     leases: int = 0

@@ -17,6 +17,7 @@ from wavepp.protocol.agreement import (
     Lower,
     NoRoom,
     NotTried,
+    differ,
     judge,
 )
 from wavepp.protocol.votes import ClaimVote
@@ -106,6 +107,13 @@ def test_lower_even_if_some_committed() -> None:
     votes = [vote(ReuseVote(attention=16), 16), vote(ReuseVote(attention=8), 16)]
     assert votes[0].is_committed
     assert judge(votes, limit=16, agreement="set") == Lower(limit=8)
+
+
+def test_leases_differ_when_their_endpoints_do() -> None:
+    alike = [vote(ReuseVote(attention=8), 16), vote(ReuseVote(attention=8), 16)]
+    unlike = [vote(ReuseVote(attention=16), 16), vote(ReuseVote(attention=8), 16)]
+    assert not differ(alike)
+    assert differ(unlike)
 
 
 def test_refusal_beats_lower_and_names_every_refusing_stage() -> None:

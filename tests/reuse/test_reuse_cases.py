@@ -184,6 +184,25 @@ async def test_rows_a4_a5_endpoint_is_the_minimum_of_stages_with_unequal_pools()
             await pipeline.submit(request([5] * 90))
 
 
+async def test_leases_of_unequal_stages_are_counted_when_hints_promise_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "wavepp.actors.local.DriverControl", partial(DriverControl, hash_bytes=bad_hash)
+    )
+
+    def factory(config: Any, stage: int) -> ChecksumExecutor:
+        return ChecksumExecutor(config, stage, units=(60, 22)[stage])
+
+    rng = random.Random(9)
+    documents = [distinct(40, 10 + 60 * i) for i in range(5)]
+    async with local(factory, pipeline_parallel_size=2, block_size=4) as pipeline:
+        for turn in range(40):
+            await serve(pipeline, [*rng.choice(documents), *distinct(6, 400 + 10 * turn)])
+        stats = await pipeline.stats()
+        assert 0 < stats.lease_mismatches <= stats.endpoints_lowered
+
+
 async def test_one_stage_that_lost_its_cache_lowers_the_endpoint_and_stops_nobody() -> None:
     async with local(checksum, **FOUR) as pipeline:
         prompt = distinct(50)

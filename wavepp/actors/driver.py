@@ -152,6 +152,7 @@ class DriverCore:
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             endpoints_lowered=tally.retries,
+            lease_mismatches=tally.mismatches,
             capacity_refusals=tally.no_room,
             rolled_back=tally.rolled_back,
             deferred=tally.deferred,

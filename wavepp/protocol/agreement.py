@@ -104,6 +104,11 @@ def judge(votes: Sequence[ClaimVote], *, limit: int, agreement: Agreement) -> Ve
     return Lower(limit=_lower(votes, limit, agreement))
 
 
+def differ(votes: Sequence[ClaimVote]) -> bool:
+    """Whether stages that hold a lease each got to unequal endpoints."""
+    return len({vote.endpoint for vote in votes if vote.lease is not None}) > 1
+
+
 def _lower(votes: Sequence[ClaimVote], limit: int, agreement: Agreement) -> int:
     if agreement == "set":
         lower = best_endpoint([vote.reuse for vote in votes], limit)

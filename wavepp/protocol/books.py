@@ -59,6 +59,7 @@ class Tally:
     claims: int = 0
     admitted: int = 0
     retries: int = 0
+    mismatches: int = 0
     no_room: int = 0
     not_tried: int = 0
     refused: int = 0

@@ -310,6 +310,7 @@ class LeaderMachine:
         if len(record.claim.votes) < self.options.num_stages:
             return []
         votes = [record.claim.votes[index] for index in range(self.options.num_stages)]
+        self.books.tally.mismatches += agreement.differ(votes)
         verdict = agreement.judge(votes, limit=record.claim.limit, agreement=self.options.agreement)
         return self._decide(record, verdict, now)
 

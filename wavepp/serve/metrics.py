@@ -139,6 +139,7 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         "computed_tokens": ("tokens that were computed", stats.computed_tokens),
         "admission_rounds": ("rounds to all stages", stats.rounds),
         "endpoint_lowered": ("agreements below the candidate", stats.endpoints_lowered),
+        "lease_mismatch": ("votes of unequal endpoints", stats.lease_mismatches),
         "endpoint_lowered_tokens": ("tokens they were below it", stats.endpoint_lowered_tokens),
         "capacity_refusals": ("times a stage had no room", stats.capacity_refusals),
         "victim_substitutions": (
