@@ -107,6 +107,13 @@ def test_tensor_parallel_reference_is_one_stage_of_all_devices(
     assert (made.max_num_batched_tokens, made.max_num_seqs) == (512, 12)
 
 
+@pytest.mark.parametrize("name", ["naive", "wave", "lease"])
+def test_rows_that_reserve_nothing_take_the_headroom_of_the_others_for_none(name: Any) -> None:
+    given = config(lease_headroom_waves=0)
+    assert options_of(name, given).lease_headroom_waves is None
+    assert options_of("mpu", given).lease_headroom_waves == 0
+
+
 def test_a_row_whose_switch_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROWS, "tp", {"admission": "by mail"})
     with pytest.raises(ConfigError, match="row 'tp' needs --admission by mail"):

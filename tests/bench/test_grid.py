@@ -132,6 +132,16 @@ def test_the_report_is_written_and_told(tmp_path: Path) -> None:
         write_section(report, "grid-y", page)
 
 
+def test_rows_of_the_ablation_bring_their_switches() -> None:
+    """In a pool that holds less than the requests want at once, what is pinned is not lost."""
+    short = config(block_size=16, num_gpu_blocks_override=80, lease_headroom_waves=0)
+    words = {"planners": "wave,lease,escrow,mpu", "cells": "reuse:640", "concurrency": "6"}
+    report = measure(short, plan(**words, requests=24))
+    hits = {row["planner"]: row["good_hit_rate"] for row in report["rows"]}
+    assert list(hits) == ["wave", "lease", "escrow", "mpu"]
+    assert hits["wave"] < hits["lease"] <= hits["escrow"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

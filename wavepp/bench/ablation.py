@@ -36,10 +36,12 @@ Options = Mapping[str, Any]
 
 NAIVE: Options = {"admission": "serial", "reservation": "none", "planner": "static"}
 WAVE: Options = {"admission": "wave", "reservation": "none", "planner": "static"}
+LEASE: Options = {"admission": "wave", "reservation": "lease", "planner": "static"}
 ESCROW: Options = {"admission": "wave", "reservation": "escrow", "planner": "static"}
 ROWS: dict[RowName, Options] = {
     "naive": NAIVE,
     "wave": WAVE,
+    "lease": LEASE,
     "escrow": ESCROW,
     "mpu": {**ESCROW, "planner": "mpu"},
     "balanced": {**ESCROW, "planner": "balanced"},
@@ -116,6 +118,8 @@ def options_of(row: RowName, given: EngineConfig) -> EngineConfig:
         }
     if options.get("planner", given.planner) != "balanced":
         options["wave_times"] = None
+    if options.get("reservation", given.reservation) != "escrow":
+        options["lease_headroom_waves"] = None
     return build_config({**given.model_dump(exclude_unset=True), **options})
 
 

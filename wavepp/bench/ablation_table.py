@@ -18,10 +18,11 @@ from wavepp.bench.workloads import WorkloadName
 from wavepp.errors import ConfigError
 
 Report = Mapping[str, Any]
-RowName = Literal["naive", "wave", "escrow", "mpu", "balanced", "tp", "greedy"]
+RowName = Literal["naive", "wave", "lease", "escrow", "mpu", "balanced", "tp", "greedy"]
 TITLES: dict[RowName, str] = {
     "naive": "naive: serial admission, no reservation, static waves",
     "wave": "+ wave admission and transport",
+    "lease": "+ leases alone (not in the paper)",
     "escrow": "+ leases and escrows",
     "mpu": "+ MPU",
     "balanced": "balanced instead of MPU (not in the paper)",

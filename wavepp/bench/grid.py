@@ -1,5 +1,6 @@
 """`wavepp bench grid`: planners against each other, workload by workload, under the virtual clock.
 
+Rows of the ablation go beside them, each with its own switches; the planners take those given.
 Every cell runs on a pipeline of its own, empty at first. The load of a cell is a closed loop, or
 arrivals at so many times what `greedy` carries there (`--load`), which is measured first, in a
 closed loop that keeps all lanes full. Nothing is measured on a GPU, and no second is a real one.
@@ -11,9 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, cast, get_args
 
 from wavepp.bench.ablation import REQUESTS_PER_CLIENT, options_of
+from wavepp.bench.ablation_table import RowName
 from wavepp.bench.closed_loop import Ask, LoopRun
 from wavepp.bench.grid_table import console_table, summary_lines
 from wavepp.bench.report import Row, make_row
@@ -42,7 +44,7 @@ from wavepp.emulated.stage_model import StageModel
 from wavepp.errors import ConfigError
 from wavepp.planner.factory import PlannerName
 
-PLANNERS = (*get_args(PlannerName), "tp")
+PLANNERS = (*get_args(PlannerName), "tp", "naive", "wave", "lease", "escrow")
 REQUESTS_OPEN = 64  # where there are no clients
 PRIMED_AT_ONCE = 4
 
@@ -193,8 +195,8 @@ def measure(config: EngineConfig, plan: GridPlan, command: str = "") -> dict[str
 
 
 def _config_of(name: str, config: EngineConfig, wave_times: Path | None = None) -> EngineConfig:
-    if name == "tp":
-        return options_of("tp", config)
+    if name not in get_args(PlannerName):
+        return options_of(cast("RowName", name), config)
     options = {**config.model_dump(exclude_unset=True), "planner": name}
     if name == "balanced" and wave_times is not None:
         options["wave_times"] = str(wave_times)

@@ -19,7 +19,10 @@ def run_ablation(
     config: EngineConfig,
     *,
     rows: Annotated[
-        str, typer.Option(metavar="LIST", help="of naive, wave, escrow, mpu, balanced, tp, greedy")
+        str,
+        typer.Option(
+            metavar="LIST", help="of naive, wave, lease, escrow, mpu, balanced, tp, greedy"
+        ),
     ] = ROWS,
     workload: Annotated[
         str, typer.Option(metavar="LIST", help="of cold, reuse, mixed: one a cell")

@@ -18,7 +18,11 @@ def run_grid(
     *,
     planners: Annotated[
         str,
-        typer.Option(metavar="LIST", help="of greedy, static, mpu, balanced, tp (for reference)"),
+        typer.Option(
+            metavar="LIST",
+            help="of greedy, static, mpu, balanced; or rows of the ablation: naive, wave, lease, "
+            "escrow (static waves), tp",
+        ),
     ] = "greedy,static,mpu,balanced",
     cells: Annotated[
         str,
