@@ -212,6 +212,11 @@ class EngineConfig(BaseModel):
     watchdog_s: float = Field(
         default=300.0, gt=0, description="longest time without progress while waves are in the ring"
     )
+    max_request_retries: int = Field(
+        default=3,
+        ge=0,
+        description="times a request is tried again when a stage died while it was computed",
+    )
     wait_for_resources_s: float = Field(
         default=60.0, ge=0, description="how long to wait for Ray to have room"
     )

@@ -265,6 +265,7 @@ class EngineStats:
         driver_cpu_s: CPU seconds of the driver's process (with `--transport local` everybody's).
         rolled_back: times an admitted request found no room on a stage, or its prefix gone
             (`reservation` lease or none).
+        stage_restarts: stages that were replaced by new ones.
     """
 
     requests_waiting: int
@@ -294,6 +295,7 @@ class EngineStats:
     wave_budget: int = 0
     driver_cpu_s: float = 0.0
     rolled_back: int = 0
+    stage_restarts: int = 0
 
     @property
     def lock_hold_max_s(self) -> float:

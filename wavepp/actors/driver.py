@@ -16,11 +16,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
 
-from wavepp.actors.ports import DataPlane, Parcel, StagesPlane
+from wavepp.actors.ports import DataPlane, Parcel, Replace, StageDiedError, StagesPlane
+from wavepp.actors.streams import TokenStream
 from wavepp.actors.trace import TraceWriter
 from wavepp.actors.wave_sizes import WaveSizes
 from wavepp.actors.wave_times import read_wave_times
@@ -44,7 +46,7 @@ from wavepp.control.options import DriverOptions
 from wavepp.control.work import Sampling
 from wavepp.errors import EngineDeadError, ProtocolError, RequestError
 from wavepp.protocol.messages import RoundMessage, WaveSchedule
-from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced
+from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced, StageStats
 from wavepp.units import RequestId
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ logger = logging.getLogger(__name__)
 DRAIN_S_MAX = 10.0
 STACKS_S_MAX = 5.0
 WATCH_S_MAX = 1.0
+LOOK_AGAIN_S = 0.002
 
 
 class DriverCore:
@@ -66,7 +69,9 @@ class DriverCore:
         watchdog_s: float,
         lease_alarm_s: float = 300.0,
         trace: TraceWriter | None = None,
+        replace_stages: Replace | None = None,
     ) -> None:
+        """`replace_stages`: without it the pipeline ends when a stage dies."""
         self.control = control
         self._stages = stages
         self._data = data
@@ -74,6 +79,9 @@ class DriverCore:
         self._lease_alarm_s = lease_alarm_s
         self._alarmed_s = 0.0  # when the latest lease was asked for that an alarm was about
         self._trace = trace
+        self._replace_stages = replace_stages
+        self._restarts = 0
+        self._stage_stats: tuple[StageStats, ...] = ()  # as the stages said last
         self._waits: dict[RequestId, tuple[RequestId, int]] = {}  # as the trace was told last
         self._clock: Callable[[], float] = time.monotonic
         self._started_s = self._clock()
@@ -131,12 +139,13 @@ class DriverCore:
             raise EngineDeadError(self._dead)
 
     async def stats(self) -> EngineStats:
-        """As EngineBackend.stats."""
+        """As EngineBackend.stats. Of stages that can't be asked now: what they said last."""
         self.check_alive()
-        stages = await self._stages.stats()
+        with contextlib.suppress(StageDiedError):
+            self._stage_stats = await self._stages.stats()
         control, counters = self.control, self.control.counters
         leader, tally = control.leader, control.leader.books.tally
-        leases = control.lease_times()
+        leases = control.leader.lease_times()
         return EngineStats(
             requests_waiting=control.num_live - len(leader.admitted),
             requests_running=len(leader.admitted),
@@ -144,11 +153,11 @@ class DriverCore:
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             computed_tokens=counters.computed_tokens,
-            waves=control.ring.completed,
+            waves=counters.past_waves + control.ring.completed,
             ring_depth=control.ring.depth,
-            ring_occupancy=len(control.ring),
+            ring_occupancy=0 if control.over is not None else len(control.ring),
             wall_s=self._clock() - self._started_s,
-            rounds=control.rounds.number,
+            rounds=counters.past_rounds + control.rounds.number,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             endpoints_lowered=tally.retries,
@@ -158,27 +167,32 @@ class DriverCore:
             deferred=tally.deferred,
             leases=len(leases),
             lease_age_s_max=self._clock() - min(leases) if leases else 0.0,
-            stages=stages,
+            stages=self._stage_stats,
             wave_tokens=tuple(self._sizes.latest),
             wave_size_counts=tuple(self._sizes.counts),
             launched_tokens=self._sizes.tokens,
             wave_budget=self._sizes.budget,
             endpoint_lowered_tokens=tally.candidate_tokens - tally.endpoint_tokens,
             driver_cpu_s=time.process_time(),
+            stage_restarts=self._restarts,
         )
 
     async def reset_prefix_cache(self, stage: int | None) -> bool:
         """As EngineBackend.reset_prefix_cache. What has ended by now is no longer in use: the
-        stages hear of it first."""
-        log = self.control.log
-        number, deadline = log.last, self._clock() + DRAIN_S_MAX
-        while log.acked_min < number:
+        stages hear of it first. When a stage dies meanwhile, this waits for the next epoch."""
+        while True:
+            control = self.control
+            number, deadline = control.log.last, self._clock() + DRAIN_S_MAX
+            while control.over is not None or control.log.acked_min < number:
+                self.check_alive()
+                if self.control is not control or self._clock() > deadline:
+                    break
+                await asyncio.sleep(LOOK_AGAIN_S)
             self.check_alive()
-            if self._clock() > deadline:
-                break
-            await asyncio.sleep(0.002)
-        self.check_alive()
-        return await self._stages.reset(stage)
+            try:
+                return await self._stages.reset(stage)
+            except StageDiedError:
+                await asyncio.sleep(LOOK_AGAIN_S)
 
     async def close(self) -> None:
         """Aborts what is left, lets waves in flight run out (for a while), and stops all tasks."""
@@ -203,11 +217,27 @@ class DriverCore:
         while self.control.is_busy and self._dead is None:
             if self._clock() > deadline:
                 return False
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(LOOK_AGAIN_S)
         return self._dead is None
 
     async def _run(self) -> None:
-        """All tasks of the driver; the first one to fail ends the pipeline."""
+        """Epoch after epoch, until something fails that no other stage can mend."""
+        while True:
+            failures = await self._run_epoch()
+            died = [error for error in failures if isinstance(error, StageDiedError)]
+            try:
+                if not died or self._replace_stages is None or self._broken.done():
+                    raise (died or failures)[0]
+                await self._begin_epoch(str(died[0]), self._replace_stages)
+            except Exception as error:
+                dead = isinstance(error, EngineDeadError)
+                reason = str(error) if dead else f"{type(error).__name__}: {error}"
+                logger.error("the pipeline stopped: %s", reason)
+                self._die(reason)
+                return
+
+    async def _run_epoch(self) -> tuple[Exception, ...]:
+        """All tasks of the driver, until one fails: why."""
         jobs: tuple[Callable[[], Awaitable[NoReturn]], ...] = (
             self._launch_waves,
             self._collect_waves,
@@ -216,16 +246,35 @@ class DriverCore:
             self._await_death,
             self._await_broken,
         )
+        failures: tuple[Exception, ...] = ()
         try:
             async with asyncio.TaskGroup() as group:
                 for job in jobs:
                     group.create_task(_run_job(job))
         except* Exception as errors:
-            first = errors.exceptions[0]
-            dead = isinstance(first, EngineDeadError)
-            reason = str(first) if dead else f"{type(first).__name__}: {first}"
-            logger.error("the pipeline stopped: %s", reason)
-            self._die(reason)
+            failures = errors.exceptions
+        return failures
+
+    async def _begin_epoch(self, reason: str, replace_stages: Replace) -> None:
+        """Goes on with other stages. Meanwhile requests come and go, and none is computed.
+
+        Raises:
+            EngineDeadError: there is nothing to go on with.
+        """
+        before = self.control
+        epoch = before.options.epoch + 1
+        logger.warning("%s; epoch %d begins", reason, epoch)
+        before.stop(reason)
+        self._to_launch, self._to_round = asyncio.Queue(), asyncio.Queue()
+        planes = await replace_stages(epoch)
+        self.control = DriverControl(planes.facts, replace(before.options, epoch=epoch))
+        self._stages, self._data = planes.stages, planes.data
+        self._restarts += planes.replaced
+        now = self._clock()
+        effects = self.control.take_over(before, now=now)
+        if self._trace is not None:
+            self._trace.write("epoch", now, {"epoch": epoch, "reason": reason})
+        self._obey(effects, now)
 
     async def _launch_waves(self) -> NoReturn:
         while True:
@@ -244,30 +293,40 @@ class DriverCore:
             self._feed(RoundAnswered(replies=replies))
 
     async def _await_death(self) -> NoReturn:
-        raise EngineDeadError(await self._stages.wait_death())
+        raise StageDiedError(await self._stages.wait_death())
 
     async def _await_broken(self) -> NoReturn:
-        raise EngineDeadError(await self._broken)
+        raise EngineDeadError(await asyncio.shield(self._broken))
 
     async def _watch(self) -> NoReturn:
-        """Ends the pipeline when something is out and nothing has come back for `watchdog_s`."""
+        """When something is out and nothing has come back for `watchdog_s`, the stage that holds
+        up the others counts as dead; nobody knows which: the pipeline ends."""
         while True:
             await asyncio.sleep(min(self._watchdog_s / 4, self._lease_alarm_s / 4, WATCH_S_MAX))
             self._look_for_old_leases()
             silent_s = self._clock() - self.control.progress_s
             if self.control.is_busy and silent_s > self._watchdog_s:
                 logger.error("no progress for %.1f s; stacks:\n%s", silent_s, await self._dump())
-                waves = [wave.wave for wave in self.control.ring]
-                raise EngineDeadError(
-                    f"no progress for {silent_s:.1f} s (watchdog_s is {self._watchdog_s:g}): "
-                    f"waves {waves} in the ring, round {self.control.rounds.number} "
-                    f"{'out' if self.control.rounds.is_out else 'answered'}"
-                )
+                reason = f"no progress for {silent_s:.1f} s {self._out()}"
+                if self._replace_stages is not None:
+                    ended = await self._stages.end_stalled(self.control.ring.launched)
+                    if ended is not None:
+                        raise StageDiedError(f"{reason}; {ended}")
+                raise EngineDeadError(reason)
+
+    def _out(self) -> str:
+        """What has not come back."""
+        waves, rounds = [wave.wave for wave in self.control.ring], self.control.rounds
+        return (
+            f"(watchdog_s is {self._watchdog_s:g}): waves {waves} in the ring, round "
+            f"{rounds.number} {'out' if rounds.is_out else 'answered'}, "
+            f"{len(self.control.leader.lease_times())} leases"
+        )
 
     def _look_for_old_leases(self) -> None:
         """Leases have no expiry by time; one that is held long is told, once."""
         now = self._clock()
-        asked_s = [s for s in self.control.lease_times() if s > self._alarmed_s]
+        asked_s = [s for s in self.control.leader.lease_times() if s > self._alarmed_s]
         old_s = [s for s in asked_s if now - s > self._lease_alarm_s]
         if old_s:
             self._alarmed_s = max(old_s)
@@ -291,6 +350,7 @@ class DriverCore:
                 self._trace.write("wave", report.done_s, {"wave": parcel.wave, "report": report})
         self._feed(
             WaveCompleted(
+                epoch=parcel.epoch,
                 wave=parcel.wave,
                 outputs=parcel.outputs,
                 errors=parcel.errors,
@@ -312,6 +372,10 @@ class DriverCore:
             return
         if self._trace is not None:
             self._trace.write("fact", now, fact)
+        self._obey(effects, now)
+
+    def _obey(self, effects: list[Effect], now: float) -> None:
+        if self._trace is not None:
             self._trace.write("effects", now, effects)
             self._trace_waits(self._trace, now)
         for effect in effects:
@@ -362,32 +426,6 @@ class DriverCore:
         self._futures.clear()
 
 
-class TokenStream:
-    """What a request has produced so far, for one reader."""
-
-    def __init__(self) -> None:
-        self._tokens: list[Produced] = []
-        self._changed = asyncio.Event()
-        self._is_over = False
-
-    def put(self, produced: Produced) -> None:
-        """One token more."""
-        self._tokens.append(produced)
-        self._changed.set()
-
-    def close(self) -> None:
-        """No more come."""
-        self._is_over = True
-        self._changed.set()
-
-    async def after(self, known: int) -> tuple[Produced, ...]:
-        """What follows the first `known` tokens, once there is something; empty at the end."""
-        while len(self._tokens) <= known and not self._is_over:
-            self._changed.clear()
-            await self._changed.wait()
-        return tuple(self._tokens[known:])
-
-
 async def _run_job(job: Callable[[], Awaitable[NoReturn]]) -> None:
     await job()
 
@@ -416,6 +454,7 @@ def driver_options(config: EngineConfig) -> DriverOptions:
         agreement=config.agreement,
         defer_shared_prefix=config.defer_shared_prefix and config.enable_prefix_caching,
         defer_max_s=config.defer_max_ms / 1000.0,
+        max_request_retries=config.max_request_retries,
     )
 
 

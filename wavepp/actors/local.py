@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from wavepp.actors.driver import DriverCore, driver_options
 from wavepp.actors.ports import ExecutorFactory, Parcel
-from wavepp.actors.stage import StageCore, cache_options, thread_stacks
+from wavepp.actors.stage import StageCore, all_replies, cache_options, thread_stacks
 from wavepp.actors.trace import TraceWriter
 from wavepp.config import EngineConfig
 from wavepp.control.driver import DriverControl
@@ -27,6 +27,7 @@ from wavepp.control.work import StageFacts
 from wavepp.errors import EngineDeadError
 from wavepp.protocol.messages import RoundMessage, RoundReply, WaveSchedule
 from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced, StageStats
+from wavepp.units import WaveNumber
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class LocalPlanes:
     async def round(self, messages: Sequence[RoundMessage]) -> tuple[RoundReply, ...]:
         """As StagesPlane.round."""
         pairs = zip(self._cores(), messages, strict=True)
-        return tuple([await core.round(message) for core, message in pairs])
+        return all_replies([await core.round(message) for core, message in pairs])
 
     async def stats(self) -> tuple[StageStats, ...]:
         """As StagesPlane.stats."""
@@ -152,6 +153,10 @@ class LocalPlanes:
         """As StagesPlane.wait_death; stages die only with this process."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
+
+    async def end_stalled(self, launched: WaveNumber) -> str | None:
+        """As StagesPlane.end_stalled; a thread can't be ended."""
+        return None
 
     def _cores(self) -> list[StageCore]:
         cores = [stage.core for stage in self._stages]

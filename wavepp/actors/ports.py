@@ -7,13 +7,14 @@ is opaque.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from wavepp.cache.types import Effect
 from wavepp.config import EngineConfig
 from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts, StageWork
+from wavepp.errors import EngineDeadError
 from wavepp.protocol.messages import RoundMessage, RoundReply, StageAck, WaveSchedule
 from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced, StageStats
 from wavepp.units import RequestId, StageIndex, WaveNumber
@@ -127,6 +128,7 @@ class Parcel:
     """
 
     wave: WaveNumber
+    epoch: int = 1
     carry: Carry | None = None
     carried: tuple[RequestId, ...] = ()
     outputs: tuple[SpanOutput, ...] = ()
@@ -135,8 +137,15 @@ class Parcel:
     fatal: str | None = None
 
 
+class StageDiedError(EngineDeadError):
+    """A stage's process is gone. Where nobody replaces it the pipeline has stopped for good."""
+
+
 class StagesPlane(Protocol):
-    """The driver's way to the stages' mailboxes; works whatever the data plane is doing."""
+    """The driver's way to the stages' mailboxes; works whatever the data plane is doing.
+
+    Where a stage that is asked has died, StageDiedError is raised.
+    """
 
     async def round(self, messages: Sequence[RoundMessage]) -> tuple[RoundReply, ...]:
         """Sends message i to stage i; returns all replies."""
@@ -158,9 +167,15 @@ class StagesPlane(Protocol):
         """Returns only when a stage died: which one, and why."""
         ...
 
+    async def end_stalled(self, launched: WaveNumber) -> str | None:
+        """Ends the process of the stage that holds up the others, and says which. None: nobody can
+        tell which it is, or it has no process of its own. `launched`: the latest wave."""
+        ...
+
 
 class DataPlane(Protocol):
-    """The driver's way to run waves. Used by one task for each method."""
+    """The driver's way to run waves. Used by one task for each method. Where a stage has died,
+    StageDiedError is raised."""
 
     async def launch(self, schedule: WaveSchedule) -> None:
         """Starts a wave; called in wave order, with at most R waves out."""
@@ -169,6 +184,25 @@ class DataPlane(Protocol):
     async def collect(self) -> Parcel:
         """The last stage's parcel of the next wave, in wave order, without its carry."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewEpoch:
+    """What a driver goes on with when stages were replaced; nothing is cached on any stage.
+
+    Attributes:
+        replaced: how many stages are new.
+    """
+
+    facts: tuple[StageFacts, ...]
+    stages: StagesPlane
+    data: DataPlane
+    replaced: int
+
+
+Replace = Callable[[int], Awaitable[NewEpoch]]
+"""Replaces the stages that died and joins all stages anew, for the epoch of this number; raises
+EngineDeadError when it can't be done. The planes of the epoch before are not used any more."""
 
 
 class EngineBackend(Protocol):

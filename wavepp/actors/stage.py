@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Between `prepare` and `forward` of one wave; stays on the stage."""
+    """Between `prepare` and `forward` of one wave; stays on the stage. `wave` and `fatal` None: of
+    an epoch that is over; it passes through."""
 
     schedule: WaveSchedule
     wave: PreparedWave | None
@@ -122,6 +123,7 @@ class StageCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.executor = executor
+        self._options = options
         self.facts: StageFacts = executor.facts
         self.tree_lock = TreeLock()
         shards = cache_config(executor.facts, options).hint_shards
@@ -132,19 +134,30 @@ class StageCore:
             tree_lock=self.tree_lock,
             shard_locks=[threading.Lock() for _ in range(shards)],
         )
-        self._violations = 0
+        self._violations = 0  # that were told
         self._clock = clock
         self._times = LoopTimes(until_s=clock())
         self._fatal: str | None = None
 
     # WAVE side
 
-    async def round(self, message: RoundMessage) -> RoundReply:
-        """Applies a round.
+    def successor(self, epoch: int) -> StageCore:
+        """The same stage in another epoch: its weights and its times, but nothing cached. This one
+        computes no more by now, and is not used again."""
+        core = StageCore(self.executor, self._options, epoch=epoch, clock=self._clock)
+        core._times, core._violations = self._times, self._violations
+        core.control.violations = self.control.violations
+        core.tree_lock.hold_max_s = self.tree_lock.hold_max_s
+        return core
+
+    async def round(self, message: RoundMessage) -> RoundReply | None:
+        """Applies a round. None: it is of an epoch that is over.
 
         Raises:
             ProtocolError: the protocol was broken; this stage runs no more waves.
         """
+        if message.epoch < self.control.epoch:
+            return None
         try:
             reply = self.control.handle(message, now=self._clock())
         except (ProtocolError, AssertionError) as error:
@@ -205,7 +218,7 @@ class StageCore:
         """First step of a wave, as soon as its schedule is there. Never raises."""
         from_s = self._clock()
         wave: PreparedWave | None = None
-        if self._fatal is None:
+        if self._fatal is None and schedule.epoch >= self.control.epoch:
             try:
                 wave = self.control.prepare(schedule)
                 if wave.work.effects:
@@ -223,20 +236,22 @@ class StageCore:
     def forward(self, prepared: Prepared, parcel: Parcel | None) -> Parcel:
         """Second step, when the activations are there (None on the first stage). Never raises."""
         from_s = self._clock()
-        before = parcel if parcel is not None else Parcel(wave=prepared.schedule.wave)
+        epoch, wave = prepared.schedule.epoch, prepared.schedule.wave
+        before = parcel if parcel is not None else Parcel(epoch=epoch, wave=wave)
         fatal = before.fatal or prepared.fatal
         if fatal is not None or prepared.wave is None:
             self._fatal = fatal
-            return Parcel(wave=before.wave, reports=before.reports, fatal=fatal)
+            return Parcel(epoch=epoch, wave=wave, reports=before.reports, fatal=fatal)
         output, computed, failures = self._compute(prepared.wave, before, first=parcel is None)
         try:
             report = self._finish(prepared, failures, output.device or from_s)
         except (ProtocolError, AssertionError) as error:
             self._fatal = _describe(error)
-            return Parcel(wave=before.wave, reports=before.reports, fatal=self._fatal)
+            return Parcel(epoch=epoch, wave=wave, reports=before.reports, fatal=self._fatal)
         failed = {record.request_id for record in failures}
         return Parcel(
-            wave=before.wave,
+            epoch=epoch,
+            wave=wave,
             carry=output.carry,
             carried=tuple(span.request_id for span in computed.spans),
             outputs=tuple(out for out in output.outputs if out.request_id not in failed),
@@ -326,6 +341,13 @@ class StageCore:
         if self.control.violations != self._violations:
             self._violations = self.control.violations
             logger.error("broken invariant: %s", self.control.violation)
+
+
+def all_replies(replies: Sequence[RoundReply | None]) -> tuple[RoundReply, ...]:
+    """The replies to a round of the epoch that the stages are in: none is missing."""
+    there = tuple(reply for reply in replies if reply is not None)
+    assert len(there) == len(replies), "a stage is in a later epoch"
+    return there
 
 
 def _host_times(from_s: float, done_s: float) -> DeviceTimes:

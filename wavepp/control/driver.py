@@ -12,11 +12,10 @@ requests are tried again, each in waves of its own, so that the next failure nam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import xxhash
 
-from wavepp.cache.keys import Hash, encode_namespace, make_prompt
+from wavepp.cache.keys import Hash
 from wavepp.control.facts import (
     AbortRequested,
     Arrival,
@@ -34,6 +33,7 @@ from wavepp.control.facts import (
 from wavepp.control.limits import (
     Limits,
     build_limits,
+    id_refusal,
     leader_options,
     queue_refusal,
     refusal,
@@ -42,7 +42,7 @@ from wavepp.control.log import DecisionLog
 from wavepp.control.options import DriverOptions
 from wavepp.control.planning import WavePlanning
 from wavepp.control.rounds import Rounds, make_record
-from wavepp.control.states import RequestState
+from wavepp.control.states import Counters, RequestState, make_state
 from wavepp.control.work import ErrorRecord, SpanOutput, StageFacts
 from wavepp.errors import RequestError
 from wavepp.planner.demand import Demand
@@ -52,7 +52,6 @@ from wavepp.protocol.facts import (
     LeaderEffect,
     LeaderFact,
     Refused,
-    RequestArrived,
     RequestCancelled,
     RequestFailed,
     RequestServed,
@@ -68,20 +67,9 @@ from wavepp.protocol.states import ADMITTED, QUEUED, Phase
 from wavepp.requests import FinishReason, Produced
 from wavepp.units import LogNumber, RequestId, WaveNumber
 
+PLANNED = frozenset({Phase.RUNNING, Phase.COMPLETING})
 FAILURES_MAX = 3
 """A request that was in this many failed waves is failed, whoever was at fault."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start. Tokens; `prefix_*` at admission, the others at the end."""
-
-    finished: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
 
 
 class DriverControl:
@@ -118,6 +106,7 @@ class DriverControl:
         self._by_id: dict[RequestId, RequestState] = {}
         self._serial = 0
         self._admitting: RequestId | None = None  # in serial admission: whom the planner waits for
+        self.over: str | None = None  # why this epoch has ended
 
     @property
     def num_live(self) -> int:
@@ -127,32 +116,22 @@ class DriverControl:
     @property
     def is_busy(self) -> bool:
         """Something is out that must come back."""
-        return len(self.ring) > 0 or self.rounds.is_out
+        return self.over is None and (len(self.ring) > 0 or self.rounds.is_out)
 
     @property
     def next_timer(self) -> float | None:
         """When to say TimerFired if nothing else happens before; None: no need to."""
+        if self.over is not None:
+            return None
         timers = [self.waves.wait_until]
         if not self.rounds.is_out:
             timers.append(self.leader.next_timer())
         return min((timer for timer in timers if timer is not None), default=None)
 
-    def lease_times(self) -> list[float]:
-        """When each lease that is not materialised everywhere was asked for."""
-        return [
-            record.claim.since_s
-            for record in self.leader.books.gate.holders
-            if not record.run.materialized
-        ]
-
     def refusal(self, arrival: Arrival) -> RequestError | None:
         """Why this request can't be taken (now, or ever), or None."""
         if arrival.user_id in self._live:
-            return RequestError(
-                f"request_id {arrival.user_id!r} is in use by a request that has not finished",
-                code="duplicate_request_id",
-                param="request_id",
-            )
+            return id_refusal(arrival)
         waiting = self.leader.num_waiting, self.leader.tokens_waiting
         return refusal(self.limits, arrival) or queue_refusal(self.options, arrival, *waiting)
 
@@ -173,6 +152,10 @@ class DriverControl:
                 state = self._live.get(user_id)
                 if state is not None:
                     effects.append(self._end(state, "abort", now=now))
+            case RoundAnswered(epoch=epoch) | WaveCompleted(epoch=epoch) if (
+                self.over is not None or epoch < self.options.epoch
+            ):
+                return []  # it comes too late
             case RoundAnswered():
                 self.progress_s = now
                 effects += self._answered(fact, now)
@@ -185,13 +168,45 @@ class DriverControl:
                 raise TypeError(fact)
         return effects + self._turn(now)
 
+    def stop(self, reason: str) -> None:
+        """The epoch is over: a stage died. Requests still come and go; nothing is planned or sent,
+        and what comes back is ignored. Those that were being computed have lost one attempt."""
+        assert self.over is None, self.over
+        self.over = reason
+        for state in self._live.values():
+            record = self.leader.record(state.request_id)
+            state.losses += record is not None and record.phase in PLANNED
+
+    def take_over(self, before: DriverControl, *, now: float) -> list[Effect]:
+        """Begins this epoch with what the one before has not finished, as if it arrived now, in
+        its order: tokens that were produced follow the prompt. Who was being computed when stages
+        died, more often than `max_request_retries`, ends with an error."""
+        assert before.over is not None, "two epochs at once"
+        assert not self._by_id, "this epoch has begun"
+        self.counters, self._serial = before.counters, before._serial
+        self.counters.past_waves += before.ring.completed
+        self.counters.past_rounds += before.rounds.number
+        self.leader.books.tally = before.leader.books.tally
+        self.progress_s = now
+        effects: list[Effect] = []
+        for state in before._live.values():
+            state.restart(failed=False)
+            self._enqueue(state, now)
+            refused = refusal(self.limits, state.arrival)
+            error = None if refused is None else refused.message
+            if state.losses > self.options.max_request_retries:
+                error = f"{before.over}; {state.lost_too_often()}"
+            if error is not None:
+                effects.append(self._end(state, "error", now=now, error=error))
+        return effects + self._turn(now)
+
     def check(self) -> None:
         """Asserts that all sums agree; with nothing live and nothing out, that nothing is left."""
         self.ring.check()
         self.leader.check()
         assert set(self._by_id) == set(self.leader.books.records), set(self._by_id)
         assert {state.request_id for state in self._live.values()} == set(self._by_id)
-        if not self._live and not self.is_busy:
+        if not self._live and not self.is_busy and self.over is None:
             assert not self.log.unacked(), self.log.unacked()
             assert self.leader.books.gate.is_idle
 
@@ -201,33 +216,21 @@ class DriverControl:
         refused = self.refusal(arrival)
         assert refused is None, refused
         self._serial += 1
-        prompt = make_prompt(
-            arrival.token_ids,
-            self.limits.block_size,
-            namespace=encode_namespace(arrival.namespace),
-            room_tokens=max(arrival.max_tokens - 1, 0),
-            reusable=arrival.sampling.prompt_logprobs is None,
-            hash_bytes=self._hash_bytes,
-        )
-        state = RequestState(
-            request_id=RequestId(f"{arrival.user_id}#{self._serial}"),
-            arrival=arrival,
-            prompt=prompt,
-            queued_s=now,
-        )
-        self._live[arrival.user_id] = state
-        self._by_id[state.request_id] = state
-        self._tell(
-            RequestArrived(
-                request_id=state.request_id,
+        self._enqueue(
+            make_state(
+                arrival,
                 serial=self._serial,
-                num_tokens=prompt.num_tokens,
-                room_tokens=prompt.room_tokens,
-                keys=prompt.keys,
-                reuse_cap=prompt.reuse_cap,
+                block_size=self.limits.block_size,
+                hash_bytes=self._hash_bytes,
+                now=now,
             ),
             now,
         )
+
+    def _enqueue(self, state: RequestState, now: float) -> None:
+        self._live[state.arrival.user_id] = state
+        self._by_id[state.request_id] = state
+        self._tell(state.arrived(), now)
 
     def _end(
         self, state: RequestState, reason: FinishReason, *, now: float, error: str | None = None
@@ -392,6 +395,8 @@ class DriverControl:
     def _turn(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         self.waves.wait_until = None
+        if self.over is not None:
+            return effects
         if self._is_admitting_one():
             if not self.rounds.is_out and (step := self._round(now)) is not None:
                 effects.append(step)

@@ -63,6 +63,11 @@ class RoundAnswered:
 
     replies: tuple[RoundReply, ...]
 
+    @property
+    def epoch(self) -> int:
+        """The round's."""
+        return max(reply.epoch for reply in self.replies)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveCompleted:
@@ -73,6 +78,7 @@ class WaveCompleted:
         errors: one record per span that some stage could not run.
         acks: one per stage, as of the end of this wave there.
         stage_seconds: how long each stage computed it, first stage first; empty: nobody knows.
+        epoch: the wave's.
     """
 
     wave: WaveNumber
@@ -80,6 +86,7 @@ class WaveCompleted:
     errors: tuple[ErrorRecord, ...]
     acks: tuple[StageAck, ...]
     stage_seconds: tuple[float, ...] = ()
+    epoch: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,15 @@ def refusal(limits: Limits, arrival: Arrival) -> RequestError | None:
     return _pool_refusal(limits, arrival)
 
 
+def id_refusal(arrival: Arrival) -> RequestError:
+    """Of a request whose id another one bears."""
+    return RequestError(
+        f"request_id {arrival.user_id!r} is in use by a request that has not finished",
+        code="duplicate_request_id",
+        param="request_id",
+    )
+
+
 def queue_refusal(
     options: DriverOptions, arrival: Arrival, waiting: int, tokens_waiting: int
 ) -> QueueFullError | None:

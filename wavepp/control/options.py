@@ -24,6 +24,7 @@ class DriverOptions:
         ring_depth: R. wave_tokens_max: M. wave_tokens_min: b_min; None: M. pipeline_fill: F.
         stage_costs: what planner `balanced` starts from, one a stage; None: all is measured.
         headroom_tokens: 2PM, what admission leaves free on every stage.
+        epoch: pipelines begin with 1; each stage that is replaced begins another.
     """
 
     ring_depth: int
@@ -43,6 +44,7 @@ class DriverOptions:
     agreement: Agreement = "set"
     defer_shared_prefix: bool = True
     defer_max_s: float = 1.0
+    max_request_retries: int = 3
     epoch: int = 1
 
 

@@ -93,6 +93,11 @@ class LeaderMachine:
             coming += record.phase is not Phase.DEFERRED
         return voting + coming
 
+    def lease_times(self) -> list[float]:
+        """When each lease that is not materialised everywhere was asked for."""
+        holders = self.books.gate.holders
+        return [record.claim.since_s for record in holders if not record.run.materialized]
+
     def next_timer(self) -> float | None:
         """When the earliest deferral ends by itself; a round may be due then."""
         deferred = [

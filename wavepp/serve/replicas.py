@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from wavepp.actors.driver import TokenStream
+from wavepp.actors.streams import TokenStream
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.engine import build_backend

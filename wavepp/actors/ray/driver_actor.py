@@ -6,37 +6,18 @@ to this actor: if it dies, Ray ends them too.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from wavepp.actors.driver import DriverCore, driver_options
-from wavepp.actors.ray.pipeline import RayPlanes, compile_graph
-from wavepp.actors.ray.semaphores import mapped_semaphores, unlink_semaphores
-from wavepp.actors.ray.stage_actor import RemoteStageActor, StageHandle
+from wavepp.actors.ray.stages import StageGroup, StagePlacement
 from wavepp.actors.trace import TraceWriter
 from wavepp.config import EngineConfig
 from wavepp.control.driver import DriverControl
 from wavepp.control.work import StageFacts
 from wavepp.errors import EngineDeadError, WavePPError
 from wavepp.requests import EngineStats, PrefillRequest, PrefillResult, Produced
-
-CLOSE_S_MAX = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlacement:
-    """Where and how stage actors are started. `env`: what their processes lack; {}: nothing."""
-
-    group: PlacementGroup
-    num_cpus: float
-    num_gpus: float
-    env: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +38,22 @@ class DriverActor:
 
     def __init__(self) -> None:
         self._core: DriverCore | None = None
-        self._stages: list[StageHandle] = []
-        self._graph: Any = None
+        self._stages: StageGroup | None = None
 
     async def start(
         self, config: EngineConfig, factory: str, placement: StagePlacement
     ) -> Started | WavePPError:
         """Starts and builds the stages, compiles the graph, starts the core."""
-        self._stages = [
-            _start_stage(index, placement) for index in range(config.pipeline_parallel_size)
-        ]
-        built = await asyncio.gather(*(s.build.remote(config, factory) for s in self._stages))
-        facts: list[StageFacts] = []
-        for outcome in built:
-            if isinstance(outcome, WavePPError):
-                return outcome
-            facts.append(outcome)
+        self._stages = StageGroup(config, factory, placement)
+        facts = await self._stages.start()
+        if isinstance(facts, WavePPError):
+            return facts
         try:
             control = DriverControl(facts, driver_options(config))
             trace = TraceWriter(config.trace) if config.trace else None
         except WavePPError as error:
             return error
-        self._graph = compile_graph(
-            self._stages,
-            ring_depth=config.ring_waves,
-            device=config.device,
-            blocking_sends=config.admission == "serial",
-        )
-        semaphores = await self._warm_up()
-        planes = RayPlanes(self._stages, self._graph)
+        planes = await self._stages.join()
         self._core = DriverCore(
             control,
             planes,
@@ -93,8 +61,16 @@ class DriverActor:
             watchdog_s=config.watchdog_s,
             lease_alarm_s=config.lease_alarm_s,
             trace=trace,
+            replace_stages=self._stages.replace,
         )
-        return Started(facts=tuple(facts), semaphores=semaphores)
+        return Started(facts=facts, semaphores=self._stages.semaphores)
+
+    async def semaphores_after(self, known: frozenset[str]) -> frozenset[str]:
+        """What the pipeline's graph made in /dev/shm, once that is not what is known."""
+        assert self._stages is not None, "the engine is not started"
+        async with self._stages.joined:
+            await self._stages.joined.wait_for(lambda: self._names() != known)
+            return self._names()
 
     async def submit(self, request: PrefillRequest, stream: bool) -> PrefillResult | WavePPError:
         """As EngineBackend.submit."""
@@ -137,52 +113,16 @@ class DriverActor:
         """Ends requests, the graph and the stages, in this order."""
         if self._core is not None:
             await self._core.close()
-        if self._graph is not None:
-            graph, self._graph = self._graph, None
-            await asyncio.to_thread(graph.teardown)
-        stages, self._stages = self._stages, []
-        closing = [asyncio.ensure_future(_close_stage(stage)) for stage in stages]
-        if closing:
-            await asyncio.wait(closing, timeout=CLOSE_S_MAX)
-        for stage in stages:
-            ray.kill(stage)
-        unlink_semaphores(mapped_semaphores())
+        if self._stages is not None:
+            await self._stages.close()
 
-    async def _warm_up(self) -> frozenset[str]:
-        """Sends a pass without a wave through the graph: the first wave shall not pay for what Ray
-        does at first use. Returns the semaphores, which every reader has opened now."""
-        await (await self._graph.execute_async(None))
-        opened = await asyncio.gather(*(stage.semaphores.remote() for stage in self._stages))
-        return mapped_semaphores().union(*opened)
+    def _names(self) -> frozenset[str]:
+        return frozenset() if self._stages is None else self._stages.semaphores
 
     def _running(self) -> DriverCore:
         if self._core is None:
             raise EngineDeadError("the engine is not started")
         return self._core
-
-
-def worker_environment(env: Mapping[str, str]) -> dict[str, Any] | None:
-    """The runtime_env that sets these variables; None where any worker will do."""
-    return {"env_vars": dict(env)} if env else None
-
-
-def _start_stage(index: int, placement: StagePlacement) -> StageHandle:
-    return RemoteStageActor.options(
-        num_cpus=placement.num_cpus,
-        num_gpus=placement.num_gpus,
-        max_restarts=0,
-        runtime_env=worker_environment(placement.env),
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement_group=placement.group, placement_group_bundle_index=index
-        ),
-    ).remote(index)
-
-
-async def _close_stage(stage: StageHandle) -> None:
-    try:
-        await stage.close.remote()
-    except ray.exceptions.RayError:
-        return  # it is dead already, which is what was wanted
 
 
 RemoteDriverActor = ray.remote(DriverActor)

@@ -23,14 +23,10 @@ from wavepp.actors.ray.cluster import (
     reserve,
     threads_per_stage,
 )
-from wavepp.actors.ray.driver_actor import (
-    RemoteDriverActor,
-    StagePlacement,
-    Started,
-    worker_environment,
-)
+from wavepp.actors.ray.driver_actor import RemoteDriverActor, Started
 from wavepp.actors.ray.semaphores import unlink_semaphores
 from wavepp.actors.ray.stage_actor import factory_name
+from wavepp.actors.ray.stages import StagePlacement, worker_environment
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import EngineDeadError, WavePPError
@@ -59,6 +55,7 @@ class RayPipeline:
         self._group: PlacementGroup | None = None
         self._driver: Any = None
         self._semaphores: frozenset[str] = frozenset()
+        self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[StageFacts, ...]:
         """As EngineBackend.start."""
@@ -105,6 +102,8 @@ class RayPipeline:
 
     async def close(self) -> None:
         """As EngineBackend.close."""
+        if self._following is not None:
+            self._following.cancel()
         driver, self._driver = self._driver, None
         if driver is not None and ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
@@ -153,7 +152,14 @@ class RayPipeline:
             self._driver.start.remote(config, self._factory, placement)
         )
         self._semaphores = started.semaphores
+        self._following = asyncio.create_task(self._follow_semaphores(self._driver))
         return started.facts
+
+    async def _follow_semaphores(self, driver: Any) -> None:
+        """Notes what the graph of every epoch made: a driver that is killed can't clean up."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            while True:
+                self._semaphores = await driver.semaphores_after.remote(self._semaphores)
 
     def _running(self) -> Any:
         if self._driver is None:

@@ -17,16 +17,20 @@ from typing import Any
 import ray
 from ray.dag import InputNode
 
-from wavepp.actors.ports import Parcel
+from wavepp.actors.ports import Parcel, StageDiedError
 from wavepp.actors.ray.channel import NappingType
 from wavepp.actors.ray.stage_actor import StageHandle
+from wavepp.actors.stage import all_replies
 from wavepp.errors import EngineDeadError
 from wavepp.protocol.messages import RoundMessage, RoundReply, WaveSchedule
 from wavepp.requests import StageStats
+from wavepp.units import WaveNumber
 
 INLINE_TOKENS_MAX = 16384
-DEATH_NEWS_S_MAX = 1.0
+DEATH_NEWS_S_MAX = 30.0
+"""A broken channel is seen before Ray says which process died; on a busy machine long before."""
 STAGE_STACKS_S_MAX = 3.0
+PROGRESS_S_MAX = 5.0
 SPARE_EXECUTIONS = 2
 """Executions the graph takes beyond the ring: its own count of what is out lags behind ours."""
 
@@ -75,7 +79,7 @@ class RayPlanes:
         """As DataPlane.launch."""
         try:
             self._launched.put_nowait(await self._graph.execute_async(schedule))
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, RuntimeError) as error:  # which Ray's torn graphs raise
             raise await self._why(error) from None
 
     async def collect(self) -> Parcel:
@@ -99,18 +103,24 @@ class RayPlanes:
                 stage.round.remote(replace(message, prompts=()), shared) for stage, message in pairs
             ]
         try:
-            return tuple(await asyncio.gather(*calls))
+            return all_replies(await asyncio.gather(*calls))
         except ray.exceptions.RayError as error:
             raise await self._why(error) from None
 
     async def stats(self) -> tuple[StageStats, ...]:
         """As StagesPlane.stats."""
-        return tuple(await asyncio.gather(*(stage.stats.remote() for stage in self._stages)))
+        try:
+            return tuple(await asyncio.gather(*(stage.stats.remote() for stage in self._stages)))
+        except ray.exceptions.RayActorError as error:
+            raise StageDiedError(first_line(error)) from None
 
     async def reset(self, stage: int | None) -> bool:
         """As StagesPlane.reset."""
         chosen = self._stages if stage is None else [self._stages[stage]]
-        return all(await asyncio.gather(*(actor.reset.remote() for actor in chosen)))
+        try:
+            return all(await asyncio.gather(*(actor.reset.remote() for actor in chosen)))
+        except ray.exceptions.RayActorError as error:
+            raise StageDiedError(first_line(error)) from None
 
     async def stacks(self) -> str:
         """As StagesPlane.stacks."""
@@ -130,14 +140,53 @@ class RayPlanes:
             for task in tasks:
                 task.cancel()
 
-    async def _why(self, error: ray.exceptions.RayError) -> Exception:
+    async def end_stalled(self, launched: WaveNumber) -> str | None:
+        """As StagesPlane.end_stalled."""
+        index = stalled_stage(await asyncio.gather(*map(_progress, self._stages)), launched)
+        if index is None:
+            return None
+        ray.kill(self._stages[index])
+        return f"stage {index} held up the others and was ended"
+
+    async def _why(self, error: Exception) -> Exception:
         """What is behind an error of Ray's: a stage's own exception, or which stage died."""
         if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
             return error.cause
         try:
-            return EngineDeadError(await asyncio.wait_for(self.wait_death(), DEATH_NEWS_S_MAX))
+            return StageDiedError(await asyncio.wait_for(self.wait_death(), DEATH_NEWS_S_MAX))
         except TimeoutError:
-            return EngineDeadError(str(error).strip().splitlines()[0])
+            return EngineDeadError(first_line(error))
+
+
+def stalled_stage(finished: Sequence[WaveNumber | None], launched: WaveNumber) -> int | None:
+    """Which stage the others wait for.
+
+    Args:
+        finished: the latest wave each stage has finished; None: it did not answer.
+        launched: the latest wave that any of them got.
+
+    Returns:
+        The first silent stage; else the first of those that have finished least, if that is not
+        all there was.
+    """
+    silent = [index for index, wave in enumerate(finished) if wave is None]
+    if silent:
+        return silent[0]
+    waves = [wave for wave in finished if wave is not None]
+    return waves.index(min(waves)) if min(waves) < launched else None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without Ray's stacks."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+async def _progress(stage: StageHandle) -> WaveNumber | None:
+    try:
+        wave: WaveNumber = await asyncio.wait_for(stage.progress.remote(), PROGRESS_S_MAX)
+    except (TimeoutError, ray.exceptions.RayError):
+        return None
+    return wave
 
 
 async def _within(call: Any, index: int) -> str:
@@ -151,6 +200,5 @@ async def _await_death(stage: StageHandle, index: int) -> str:
     try:
         await stage.live.remote()
     except ray.exceptions.RayError as error:
-        first = str(error).strip().splitlines()[0]
-        return f"stage {index} died: {first}"
+        return f"stage {index} died: {first_line(error)}"
     return f"stage {index} ended"

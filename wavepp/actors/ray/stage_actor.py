@@ -22,17 +22,20 @@ from wavepp.control.work import StageFacts
 from wavepp.errors import WavePPError
 from wavepp.protocol.messages import NO_WAVE, PromptRecord, RoundMessage, RoundReply, WaveSchedule
 from wavepp.requests import StageStats
+from wavepp.units import WaveNumber
 
 
 class StageActor:
-    """One stage of a pipeline on Ray; wrapped by `ray.remote` in driver_actor.py."""
+    """One stage of a pipeline on Ray; wrapped by `ray.remote` below."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
         self._core: StageCore | None = None
         self._tensors_travel_apart = False
 
-    async def build(self, config: EngineConfig, factory: str) -> StageFacts | WavePPError:
+    async def build(
+        self, config: EngineConfig, factory: str, epoch: int
+    ) -> StageFacts | WavePPError:
         """Builds the executor named "module:name"; an error meant for the user is a value."""
         try:
             executor: StageExecutor = await asyncio.to_thread(
@@ -41,17 +44,27 @@ class StageActor:
         except WavePPError as error:
             return error
         try:
-            self._core = StageCore(executor, cache_options(config))
+            self._core = StageCore(executor, cache_options(config), epoch=epoch)
         except WavePPError as error:
             executor.close()
             return error
         self._tensors_travel_apart = config.device == "cuda"
         return self._core.facts
 
+    async def begin(self, epoch: int) -> StageFacts:
+        """Begins an epoch with the weights that are here and nothing cached. No graph runs now."""
+        self._core = self._running().successor(epoch)
+        return self._core.facts
+
+    async def progress(self) -> WaveNumber:
+        """The latest wave of this epoch that this stage has finished."""
+        return self._running().control.finished_wave
+
     async def round(
         self, message: RoundMessage, prompts: tuple[PromptRecord, ...] | None = None
-    ) -> RoundReply:
-        """One round. Large prompts come apart, through the object store, once for all stages."""
+    ) -> RoundReply | None:
+        """One round; None: it is of an epoch that is over. Large prompts come apart, through the
+        object store, once for all stages."""
         if prompts is not None:
             message = replace(message, prompts=prompts)
         return await self._running().round(message)
