@@ -237,3 +237,26 @@ def test_every_moment_of_a_stage_counts_once() -> None:
     assert times.busy_s == 1.5 + 1.0 + 4.0
     assert times.sending_s == 1.0 + 1.0
     assert (times.until_s, times.waves) == (28.0, 3)
+
+
+async def test_what_is_of_an_epoch_that_is_over_is_ignored() -> None:
+    core, executor = await admitted_core(0)
+    core.forward(core.prepare(wave(1, (A, 0))), None)
+    after = core.successor(2)
+    executor.asked.clear()
+    late = RoundMessage(epoch=1, round_number=2, apply_to=LogNumber(4))
+    assert await after.round(late) is None
+    parcel = after.forward(after.prepare(wave(2, (A, 4))), None)
+    assert (parcel.epoch, parcel.reports, parcel.fatal, executor.asked) == (1, (), None, [])
+    now = RoundMessage(epoch=2, round_number=1, apply_to=LogNumber(0))
+    reply = await after.round(now)
+    assert reply is not None
+    assert (reply.epoch, reply.ack.applied) == (2, 0)
+
+
+async def test_a_stage_keeps_its_times_but_nothing_cached_over_epochs() -> None:
+    core, _ = await admitted_core(0)
+    core.forward(core.prepare(wave(1, (A, 0))), None)
+    before, after = await core.stats(), await core.successor(2).stats()
+    assert (after.waves, after.busy_s) == (1, before.busy_s)
+    assert (before.blocks_used, after.blocks_used, after.blocks_cached) == (2, 0, 0)

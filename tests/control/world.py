@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class World:
         waves of any size; for the others they are rounded to blocks."""
         if planner != "greedy":
             wave_tokens = max(align_down(wave_tokens, block_size), block_size)
-        config = EngineConfig(
+        self.config = config = EngineConfig(
             model="checksum",
             pipeline_parallel_size=stages,
             block_size=block_size,
@@ -75,7 +76,7 @@ class World:
         self.layers = stages
         self.kinds = (kinds * stages)[:stages]
         headroom = headroom_waves * wave_tokens
-        caches = CacheOptions(
+        self.caches = caches = CacheOptions(
             slots=lanes,
             headroom_tokens=headroom,
             snapshot_interval=2 * block_size,
@@ -87,7 +88,7 @@ class World:
             StageCore(ChecksumExecutor(config, stage, kinds=self.kinds), caches, clock=self._clock)
             for stage in range(stages)
         ]
-        options = DriverOptions(
+        self.options = options = DriverOptions(
             ring_depth=ring_depth,
             wave_tokens_max=wave_tokens,
             max_num_seqs=lanes,
@@ -111,6 +112,7 @@ class World:
         self.claims: list[Claim] = []
         self.launches: list[LaunchWave] = []
         self._entries_seen = 0
+        self.epoch = 1
 
     def _clock(self) -> float:
         self.now += self.ticks
@@ -143,6 +145,29 @@ class World:
 
     def abort(self, user_id: str) -> None:
         self._perform(self.driver.handle(AbortRequested(user_id=user_id), now=self.now))
+
+    def lose(self, stage: int) -> None:
+        """A stage's process is gone; the driver knows it, and waits for another."""
+        self.driver.stop(f"stage {stage} died")
+        self.parcels = [deque() for _ in range(len(self.cores) + 1)]
+        self.waves = [deque() for _ in self.cores]
+        self.rounds, self.replies = [None] * len(self.cores), []
+        self.lost = stage
+
+    def go_on(self, *, blocks: int | None = None) -> None:
+        """Another stage, of so many blocks, is in its place: the next epoch begins."""
+        self.epoch += 1
+        executor = ChecksumExecutor(self.config, self.lost, units=blocks, kinds=self.kinds)
+        new = StageCore(executor, self.caches, epoch=self.epoch, clock=self._clock)
+        self.cores = [
+            new if stage == self.lost else core.successor(self.epoch)
+            for stage, core in enumerate(self.cores)
+        ]
+        before = self.driver
+        facts = [core.facts for core in self.cores]
+        self.driver = DriverControl(facts, replace(self.options, epoch=self.epoch))
+        self._entries_seen = 0
+        self._perform(self.driver.take_over(before, now=self.now))
 
     def moves(self) -> list[Callable[[], None]]:
         """Everything that may happen next."""
@@ -193,6 +218,7 @@ class World:
     def complete_wave(self) -> None:
         parcel = self.parcels[-1].popleft()
         fact = WaveCompleted(
+            epoch=parcel.epoch,
             wave=parcel.wave,
             outputs=parcel.outputs,
             errors=parcel.errors,

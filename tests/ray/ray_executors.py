@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 
 from checksum_executor import ChecksumExecutor
 
 from wavepp.actors.ports import Carry, StageExecutor, StageOutput
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts, StageWork
+from wavepp.errors import ConfigError
 
 
 class SleepsOnce(ChecksumExecutor):
@@ -33,3 +35,12 @@ class SleepsOnce(ChecksumExecutor):
 
 def sleeps_12s_once(config: EngineConfig, stage: int) -> StageExecutor:
     return SleepsOnce(config, stage)
+
+
+def builds_once(config: EngineConfig, stage: int) -> StageExecutor:
+    """Each stage once: `model` is a folder for their marks."""
+    try:
+        (Path(config.model) / str(stage)).touch(exist_ok=False)
+    except FileExistsError:
+        raise ConfigError("there is one already") from None
+    return ChecksumExecutor(config, stage)

@@ -191,13 +191,15 @@ class DriverControl:
         effects: list[Effect] = []
         for state in before._live.values():
             state.restart(failed=False)
-            self._enqueue(state, now)
             refused = refusal(self.limits, state.arrival)
             error = None if refused is None else refused.message
             if state.losses > self.options.max_request_retries:
                 error = f"{before.over}; {state.lost_too_often()}"
-            if error is not None:
-                effects.append(self._end(state, "error", now=now, error=error))
+            self._live[state.arrival.user_id] = self._by_id[state.request_id] = state
+            if error is None:
+                self._tell(state.arrived(), now)
+            else:
+                effects.append(self._finish(state, "error", now=now, error=error))
         return effects + self._turn(now)
 
     def check(self) -> None:
@@ -216,20 +218,14 @@ class DriverControl:
         refused = self.refusal(arrival)
         assert refused is None, refused
         self._serial += 1
-        self._enqueue(
-            make_state(
-                arrival,
-                serial=self._serial,
-                block_size=self.limits.block_size,
-                hash_bytes=self._hash_bytes,
-                now=now,
-            ),
-            now,
+        state = make_state(
+            arrival,
+            serial=self._serial,
+            block_size=self.limits.block_size,
+            hash_bytes=self._hash_bytes,
+            now=now,
         )
-
-    def _enqueue(self, state: RequestState, now: float) -> None:
-        self._live[state.arrival.user_id] = state
-        self._by_id[state.request_id] = state
+        self._live[arrival.user_id] = self._by_id[state.request_id] = state
         self._tell(state.arrived(), now)
 
     def _end(

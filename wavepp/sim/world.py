@@ -88,6 +88,7 @@ class World:
         self._late = self.rng("late")
         self._cancelled: set[str] = set()
         self._progress_at = 0
+        self._serial = 0  # of arrivals, in all epochs
         self._checkers = tuple(checkers)
         self._past_edges: Counter[Edge] = Counter()
         self._start_epoch(1)
@@ -118,16 +119,16 @@ class World:
 
     def replace_stage(self) -> None:
         """A fault: a stage's process dies. What was under way is lost, a new epoch starts with
-        empty caches, and whoever has no answer arrives again."""
+        empty caches, and its driver takes over whoever has no answer."""
         self.count("stage death")
         self._say("driver", "epoch", str(self.epoch + 1), "a stage died")
         self._past_edges = self.edges
-        unfinished = [job for job in self.jobs.values() if job.name not in self.results]
-        self.jobs.clear()
+        self.jobs = {name: job for name, job in self.jobs.items() if job.name not in self.results}
         self.clock.forget()
+        before = self.driver
+        before.stop("a stage died")
         self._start_epoch(self.epoch + 1)
-        for job in unfinished:
-            self._arrive(job)
+        self._turned(self.driver.take_over(before, now=self.clock.now))
 
     def rng(self, purpose: str) -> random.Random:
         """Randomness for one purpose, so that more of one changes nothing of another."""
@@ -275,7 +276,8 @@ class World:
             self._say("driver", "refuse", job.name, refused.code)
             return
         self.arrived += 1
-        request_id = RequestId(f"{job.name}#{self.arrived}")
+        self._serial += 1
+        request_id = RequestId(f"{job.name}#{self._serial}")
         self.jobs[request_id] = job
         self.names[job.name] = request_id
         self.texts[request_id] = Text.of_job(job, self.options.block_size)
@@ -297,7 +299,10 @@ class World:
     # -- the driver ------------------------------------------------------------------------------
 
     def _tell(self, fact: Fact) -> None:
-        self._perform(self.driver.handle(fact, now=self.clock.now))
+        self._turned(self.driver.handle(fact, now=self.clock.now))
+
+    def _turned(self, effects: Sequence[Effect]) -> None:
+        self._perform(effects)
         self._each("turned")
         self._set_timer()
         self._cancel_in_phase()
@@ -382,6 +387,7 @@ class World:
     def _completed(self, parcel: Parcel) -> None:
         self._progress_at = self.clock.events
         fact = WaveCompleted(
+            epoch=self.epoch,
             wave=parcel.wave,
             outputs=parcel.outputs,
             errors=parcel.errors,

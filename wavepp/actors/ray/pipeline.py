@@ -79,7 +79,7 @@ class RayPlanes:
         """As DataPlane.launch."""
         try:
             self._launched.put_nowait(await self._graph.execute_async(schedule))
-        except (ray.exceptions.RayError, RuntimeError) as error:  # which Ray's torn graphs raise
+        except Exception as error:
             raise await self._why(error) from None
 
     async def collect(self) -> Parcel:
@@ -87,7 +87,7 @@ class RayPlanes:
         wave = await self._launched.get()
         try:
             parcel: Parcel = await wave
-        except ray.exceptions.RayError as error:
+        except Exception as error:
             raise await self._why(error) from None
         return parcel if parcel.carry is None else replace(parcel, carry=None)
 
@@ -149,13 +149,14 @@ class RayPlanes:
         return f"stage {index} held up the others and was ended"
 
     async def _why(self, error: Exception) -> Exception:
-        """What is behind an error of Ray's: a stage's own exception, or which stage died."""
+        """What is behind an error of Ray's: a stage's own exception, or which stage died. A graph
+        that lost a stage fails in many ways, not all of them errors of Ray's kind."""
         if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
             return error.cause
         try:
             return StageDiedError(await asyncio.wait_for(self.wait_death(), DEATH_NEWS_S_MAX))
         except TimeoutError:
-            return EngineDeadError(first_line(error))
+            return EngineDeadError(f"{type(error).__name__}: {first_line(error)}")
 
 
 def stalled_stage(finished: Sequence[WaveNumber | None], launched: WaveNumber) -> int | None:
