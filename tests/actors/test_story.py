@@ -32,6 +32,7 @@ from wavepp.protocol.messages import (
     Admit,
     Announce,
     Decision,
+    Free,
     LogEntry,
     RoundMessage,
     RoundReply,
@@ -372,6 +373,25 @@ def test_words_for_endpoints() -> None:
     assert describe_reuse(plain(ReuseVote(attention=64))) == "64"
     everything = ReuseVote(attention=64, snapshots=(), sliding=((0, 16), (32, 64)))
     assert describe_reuse(plain(everything)) == "64, windows at 0-16, 32-64, snapshots at 0"
+
+
+def test_another_epoch_is_told_and_its_numbers_go_on(hand: Hand) -> None:
+    hand.arrive()
+    for epoch in (1, 2):
+        hand.round(1, Announce(request_id=A, attempt=1, num_tokens=100), hints=(A,))
+        hand.wave(1, Admit(request_id=A, attempt=1, endpoint=0))
+        if epoch == 1:
+            hand.write("epoch", {"epoch": 2, "reason": "stage 1 died"})
+            hand.number = 0
+    hand.round(2, Free(request_id=A, attempt=1, fence_wave=WaveNumber(1)))
+    trace = hand.read()
+    assert sorted(trace.waves) == [1, 2]
+    assert sorted(trace.rounds) == [1, 2, 3]
+    assert trace.requests[A].waves == [2]
+    texts = [moment.text for moment in trace.requests[A].moments]
+    assert "admitted with wave 2, attempt 1: endpoint 0" in texts
+    assert "begins again in epoch 2: stage 1 died" in texts
+    assert texts[-1].endswith("freed in round 3, behind wave 2")
 
 
 # -- the file --------------------------------------------------------------------------------------

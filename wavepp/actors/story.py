@@ -169,7 +169,8 @@ class _Reader:
         self.count = 0
         self._trace = trace
         self._users: dict[str, Request] = {}  # user's id -> its latest request
-        self._read_to = 0  # decisions up to this number of the log were read
+        self._read_to = 0  # decisions up to this number of the epoch's log were read
+        self._past_waves = self._past_rounds = 0  # of the epochs before
         self._waits: Json = {}
 
     def take(self, at_s: float, kind: str, value: Any) -> None:
@@ -186,9 +187,29 @@ class _Reader:
                 for effect in value:
                     self._effect(at_s, effect)
             case "wave":
-                self._report(int(value["wave"]), value["report"])
+                self._report(self._wave(value["wave"]), value["report"])
             case "waits":
                 self._waiting(at_s, value)
+            case "epoch":
+                self._epoch(at_s, value)
+
+    def _epoch(self, at_s: float, value: Json) -> None:
+        """Numbers of waves, rounds and decisions begin again; here those of waves and rounds go
+        on. Whoever has not finished begins again."""
+        self._past_waves = max(self._trace.waves, default=0)
+        self._past_rounds = max(self._trace.rounds, default=0)
+        self._read_to = 0
+        for request in self._trace.requests.values():
+            if request.done_s is None:
+                _end_lease(request, at_s)
+                request.waves, request.endpoint = [], None
+                request.note(at_s, f"begins again in epoch {value['epoch']}: {value['reason']}")
+
+    def _wave(self, number: Any) -> int:
+        return self._past_waves + int(number)
+
+    def _round(self, number: Any) -> int:
+        return self._past_rounds + int(number)
 
     def _waiting(self, at_s: float, waits: Json) -> None:
         """Who waits for another's prefix now: name -> (donor, up to where)."""
@@ -223,7 +244,7 @@ class _Reader:
         self._users[user_id] = self._trace.requests[request.request_id] = request
 
     def _answered(self, at_s: float, replies: list[Json]) -> None:
-        number = int(replies[0]["round_number"])
+        number = self._round(replies[0]["round_number"])
         if number in self._trace.rounds:
             self._trace.rounds[number].answered_s = at_s
         hints: dict[str, list[str]] = {}
@@ -245,7 +266,7 @@ class _Reader:
         )
 
     def _completed(self, at_s: float, fact: Json) -> None:
-        wave = self._trace.waves.get(int(fact["wave"]))
+        wave = self._trace.waves.get(self._wave(fact["wave"]))
         failed = {error["request_id"]: error for error in fact["errors"]}
         if wave is None:
             return
@@ -292,7 +313,7 @@ class _Reader:
 
     def _sent(self, at_s: float, messages: list[Json]) -> None:
         first = messages[0]
-        number, ask = int(first["round_number"]), first["ask"]
+        number, ask = self._round(first["round_number"]), first["ask"]
         self._trace.num_stages = len(messages)
         longest = max((message["entries"] for message in messages), key=len)
         self._decisions(at_s, longest, where=f"in round {number}")
@@ -314,7 +335,7 @@ class _Reader:
         request.note(at_s, text + (", ignoring the headroom" if claim["oversized"] else ""))
 
     def _launched(self, at_s: float, schedule: Json, budget: int) -> None:
-        number = int(schedule["wave"])
+        number = self._wave(schedule["wave"])
         self._decisions(at_s, schedule["entries"], where=f"with wave {number}")
         wave = Wave(number, at_s, budget, [])
         self._trace.waves[number] = wave
@@ -354,10 +375,11 @@ class _Reader:
                 request.undone += 1
                 request.waves, request.endpoint = [], None
                 _end_lease(request, at_s)
-                text = f"attempt {attempt} undone {where}{_fence(decision)}"
+                text = f"attempt {attempt} undone {where}{_fence(decision, self._past_waves)}"
             case kind:
                 _end_lease(request, at_s)
-                text = f"{'aborted' if kind == 'Abort' else 'freed'} {where}{_fence(decision)}"
+                text = f"{'aborted' if kind == 'Abort' else 'freed'} {where}"
+                text += _fence(decision, self._past_waves)
         request.note(at_s, text)
 
     def _finished(self, at_s: float, result: Json) -> None:
@@ -422,9 +444,9 @@ def _busy(wave: Wave) -> str:
     return f" (stages were busy {times} ms)"
 
 
-def _fence(decision: Json) -> str:
+def _fence(decision: Json, past_waves: int) -> str:
     fence = int(decision["fence_wave"])
-    return f", behind wave {fence}" if fence else ""
+    return f", behind wave {past_waves + fence}" if fence else ""
 
 
 def _end_lease(request: Request, at_s: float) -> None:

@@ -142,6 +142,7 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         "lease_mismatch": ("votes of unequal endpoints", stats.lease_mismatches),
         "endpoint_lowered_tokens": ("tokens they were below it", stats.endpoint_lowered_tokens),
         "capacity_refusals": ("times a stage had no room", stats.capacity_refusals),
+        "stage_restarts": ("stages that were replaced", stats.stage_restarts),
         "victim_substitutions": (
             "reclaimed blocks that others were taken for",
             sum(stage.victims_substituted for stage in stats.stages),
