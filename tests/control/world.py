@@ -63,7 +63,7 @@ class World:
         waves of any size; for the others they are rounded to blocks."""
         if planner != "greedy":
             wave_tokens = max(align_down(wave_tokens, block_size), block_size)
-        self.config = config = EngineConfig(
+        config = EngineConfig(
             model="checksum",
             pipeline_parallel_size=stages,
             block_size=block_size,
@@ -71,12 +71,12 @@ class World:
             max_num_seqs=lanes,
             kv_offloading_size=float(host_blocks),
         )
-        self.now = 0.0
+        self.epoch, self.now = 1, 0.0
         self.ticks = 0.0  # a stage's look at the clock takes so long
         self.layers = stages
         self.kinds = (kinds * stages)[:stages]
         headroom = headroom_waves * wave_tokens
-        self.caches = caches = CacheOptions(
+        caches = CacheOptions(
             slots=lanes,
             headroom_tokens=headroom,
             snapshot_interval=2 * block_size,
@@ -88,7 +88,7 @@ class World:
             StageCore(ChecksumExecutor(config, stage, kinds=self.kinds), caches, clock=self._clock)
             for stage in range(stages)
         ]
-        self.options = options = DriverOptions(
+        options = DriverOptions(
             ring_depth=ring_depth,
             wave_tokens_max=wave_tokens,
             max_num_seqs=lanes,
@@ -97,6 +97,7 @@ class World:
             reservation=reservation,
             **options_more,
         )
+        self.config, self.caches, self.options = config, caches, options
         self.driver = DriverControl([core.facts for core in self.cores], options)
         self.waves: list[deque[WaveSchedule]] = [deque() for _ in range(stages)]
         self.parcels: list[deque[Parcel]] = [deque() for _ in range(stages + 1)]
@@ -112,7 +113,6 @@ class World:
         self.claims: list[Claim] = []
         self.launches: list[LaunchWave] = []
         self._entries_seen = 0
-        self.epoch = 1
 
     def _clock(self) -> float:
         self.now += self.ticks
