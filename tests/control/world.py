@@ -99,10 +99,7 @@ class World:
         )
         self.config, self.caches, self.options = config, caches, options
         self.driver = DriverControl([core.facts for core in self.cores], options)
-        self.waves: list[deque[WaveSchedule]] = [deque() for _ in range(stages)]
-        self.parcels: list[deque[Parcel]] = [deque() for _ in range(stages + 1)]
-        self.rounds: list[RoundMessage | None] = [None] * stages
-        self.replies: list[RoundReply] = []
+        self._clear_planes()
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.arrived = 0
         self.inner_ids: dict[str, RequestId] = {}  # of the latest request of that name
@@ -113,6 +110,13 @@ class World:
         self.claims: list[Claim] = []
         self.launches: list[LaunchWave] = []
         self._entries_seen = 0
+
+    def _clear_planes(self) -> None:
+        stages = len(self.cores)
+        self.waves: list[deque[WaveSchedule]] = [deque() for _ in range(stages)]
+        self.parcels: list[deque[Parcel]] = [deque() for _ in range(stages + 1)]
+        self.rounds: list[RoundMessage | None] = [None] * stages
+        self.replies: list[RoundReply] = []
 
     def _clock(self) -> float:
         self.now += self.ticks
@@ -149,9 +153,7 @@ class World:
     def lose(self, stage: int) -> None:
         """A stage's process is gone; the driver knows it, and waits for another."""
         self.driver.stop(f"stage {stage} died")
-        self.parcels = [deque() for _ in range(len(self.cores) + 1)]
-        self.waves = [deque() for _ in self.cores]
-        self.rounds, self.replies = [None] * len(self.cores), []
+        self._clear_planes()
         self.lost = stage
 
     def go_on(self, *, blocks: int | None = None) -> None:
