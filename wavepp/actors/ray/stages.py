@@ -57,6 +57,7 @@ class StageGroup:
         self._placement = placement
         self._stages: list[StageHandle] = []
         self._graph: Any = None
+        self._patience_s = max(config.watchdog_s, PATIENCE_S_MIN)  # for the longest wave's end
         self.semaphores: frozenset[str] = frozenset()  # that the graph made in /dev/shm
         self.joined = asyncio.Condition()  # notified when there is another graph
 
@@ -91,14 +92,14 @@ class StageGroup:
         for tries_left in reversed(range(REPLACE_TRIES)):
             try:
                 facts = await self._renew(epoch, replaced)
-                planes = await self.join()
-            except ray.exceptions.RayActorError as error:
-                reason = f"a stage died while others were replaced: {first_line(error)}"
+                planes = await asyncio.wait_for(self.join(), self._patience_s)
+            except EngineDeadError:
+                raise
+            except Exception as error:  # a graph that loses a stage fails in many ways
+                reason = f"stages were not replaced: {type(error).__name__}: {first_line(error)}"
                 if not tries_left:
                     raise EngineDeadError(reason) from None
-                logger.warning("%s", reason)
-            except ray.exceptions.RayError as error:
-                raise EngineDeadError(f"a stage was not replaced: {first_line(error)}") from None
+                logger.warning("%s; once more", reason)
             else:
                 return NewEpoch(facts=facts, stages=planes, data=planes, replaced=len(replaced))
         raise AssertionError("the last try returns or raises")
@@ -116,11 +117,12 @@ class StageGroup:
 
     async def _renew(self, epoch: int, replaced: set[int]) -> tuple[StageFacts, ...]:
         """Every stage in the epoch, nothing cached; adds to `replaced` those that are new."""
-        patience_s = max(self._config.watchdog_s, PATIENCE_S_MIN)
         try:
-            await asyncio.wait_for(self._tear_down(), patience_s)
+            await asyncio.wait_for(self._tear_down(), self._patience_s)
         except TimeoutError:
-            raise EngineDeadError(f"the stages did not stop within {patience_s:g} s") from None
+            raise EngineDeadError(
+                f"the stages did not stop within {self._patience_s:g} s"
+            ) from None
         begun = await asyncio.gather(*(_begin(stage, epoch) for stage in self._stages))
         dead = [index for index, facts in enumerate(begun) if facts is None]
         for index in dead:
