@@ -1,4 +1,4 @@
-"""A stage of a batch's pipeline is killed half way: the batch ends with all its answers."""
+"""A stage of a batch's pipeline is killed under way: the batch ends with all its answers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from wavepp.requests import EngineStats
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
-LINES = 120
+LINES = 80
 SHARED = list(range(5, 37))
 
 
 class Killer:
-    """Kills a stage once, when a third of the lines is answered."""
+    """Kills a stage once, when the first lines are answered."""
 
     def __init__(self) -> None:
         self.killed: int | None = None
 
     def update(self, tally: Tally, stats: EngineStats) -> None:
-        if self.killed is None and LINES // 3 <= tally.answered < LINES:
+        if self.killed is None and 1 <= tally.answered < LINES:
             self.killed = stats.stages[1].pid
             os.kill(self.killed, signal.SIGKILL)
 

@@ -30,7 +30,7 @@ INLINE_TOKENS_MAX = 16384
 DEATH_NEWS_S_MAX = 30.0
 """A broken channel is seen before Ray says which process died; on a busy machine long before."""
 STAGE_STACKS_S_MAX = 3.0
-PROGRESS_S_MAX = 5.0
+PROGRESS_S_MAX = 3.0
 SPARE_EXECUTIONS = 2
 """Executions the graph takes beyond the ring: its own count of what is out lags behind ours."""
 
