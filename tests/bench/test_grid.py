@@ -111,6 +111,38 @@ def test_a_trace_is_run_as_a_closed_loop_and_at_a_load() -> None:
         assert [len(row["stage_busy"]) for row in rows] == [2, 1]
 
 
+def test_recurrent_models_find_the_turns_of_a_trace_replayed_in_its_own_blocks(
+    tmp_path: Path,
+) -> None:
+    """A prompt's state is kept at its last whole block. In smaller blocks than the recorded ones
+    that lies among tokens that the next turn does not repeat.
+    """
+    talks = [[9, n + 1, n + 2] for n in range(100, 700, 100)]  # 9: a first block that all share
+    first = [(0, 1700, [*talk, talk[-1] + 1]) for talk in talks]
+    turns = [(1, 2200, [*talk, talk[-1] + 2, talk[-1] + 3]) for talk in talks]
+    file = tmp_path / "talks.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"timestamp": at, "input_length": length, "hash_ids": blocks}) + "\n"
+            for at, length, blocks in [*first, *turns]
+        )
+    )
+    found = {}
+    for block in (512, 64):
+        devices = config(
+            cost_model="b300-kimi-k3",
+            pipeline_parallel_size=8,
+            max_num_batched_tokens=2048,
+            block_size=block,
+        )
+        words = {"cells": "trace", "trace": file, "concurrency": "6", "planners": "mpu"}
+        (row,) = measure(devices, plan(**words))["rows"]
+        found[block] = row["good_hit_rate"]
+        assert row["expected_frac"] == pytest.approx((5 * 512 + 6 * 1536) / (6 * 3900))
+    assert found[512] == 6 / 11  # the burst of first turns computes the shared block itself
+    assert found[64] == 0
+
+
 def test_the_report_is_written_and_told(tmp_path: Path) -> None:
     file = tmp_path / "grid.json"
     run(config(), plan(), json_file=file, command="wavepp bench grid ...")

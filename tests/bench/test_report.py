@@ -130,9 +130,11 @@ def test_a_busy_driver_is_flagged() -> None:
 
 
 def test_good_hits_are_most_of_what_was_expected() -> None:
-    assert make_row({}, [run(1.0, cached=40)], [])["good_hit_rate"] is None
+    row = make_row({}, [run(1.0, cached=40)], [])
+    assert (row["good_hit_rate"], row["expected_frac"]) == (None, None)
     row = make_row({}, [run(1.0, cached=40, expected=(50, 51, 0))], [])
     assert row["good_hit_rate"] == 0.5
+    assert row["expected_frac"] == pytest.approx(101 / 150)
 
 
 def test_aborted_requests_count_for_nothing() -> None:

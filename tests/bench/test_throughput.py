@@ -38,6 +38,7 @@ ROW_FIELDS = {
     "admission_ms_p50",
     "foreign_cores",
     "accounted",
+    "expected_frac",
     "good_hit_rate",
     "aborted",
     "capacity_refusals",

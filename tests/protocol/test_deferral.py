@@ -153,6 +153,35 @@ def test_a_running_donor_gets_a_junction_ahead_of_its_planned_spans() -> None:
     assert desk.phases("b") == [Phase.DEFERRED]
 
 
+def test_a_burst_that_cannot_wait_leaves_one_junction_for_those_who_come_later() -> None:
+    desk = Desk(lanes=3)
+    for index, name in enumerate("abc"):
+        desk.arrive(name, keys=keys(index))
+    plan = desk.compose(wanted=1000)
+    assert plan is not None
+    desk.hint(plan.ask, ReuseVote(attention=0, snapshots=()))
+    assert names(desk.claims(wanted=1000)) == ["a", "b", "c"]
+    told = [effect for name in "abc" for effect in desk.vote(name, ReuseVote())]
+    assert [effect for effect in told if isinstance(effect, Junction)] == [
+        Junction(request_id=A, attempt=1, position=24)
+    ]
+
+
+def test_a_running_donor_is_told_once_of_those_who_do_not_wait_for_it() -> None:
+    desk = Desk(lanes=3)
+    desk.ready("a", keys=keys(1), reuse=ReuseVote(snapshots=()))
+    desk.claims()
+    desk.vote("a", ReuseVote())
+    told = []
+    for private, name in ((2, "b"), (3, "c")):
+        desk.ready(name, keys=keys(private), reuse=ReuseVote(snapshots=()))
+        plan = desk.compose(wanted=1000)
+        assert plan is not None
+        assert [claim.request_id for claim in plan.ask.claims] == [name]
+        told += plan.decisions
+    assert told == [Junction(request_id=A, attempt=1, position=24)]
+
+
 def test_a_donor_that_planned_past_the_point_is_none_for_recurrent_windows() -> None:
     desk = Desk()
     desk.ready("a", keys=keys(1), reuse=ReuseVote(snapshots=()))

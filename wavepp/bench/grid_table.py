@@ -18,7 +18,17 @@ from wavepp.errors import ConfigError
 
 OTHERS = ("static", "mpu")
 CellKey = tuple[str, int, int, float | None]
-COLUMNS = ("tok/s", "p50 s", "p95 s", "busy", "cached", "good hits", "waves", "mean tokens")
+COLUMNS = (
+    "tok/s",
+    "p50 s",
+    "p95 s",
+    "busy",
+    "cached",
+    "expected",
+    "good hits",
+    "waves",
+    "mean tokens",
+)
 
 
 def cell_of(row: Row) -> CellKey:
@@ -35,13 +45,14 @@ def cell_text(cell: CellKey) -> str:
 
 def cells_of_row(row: Row) -> list[str]:
     """A row's figures, in the order of COLUMNS."""
-    busy, hits = row["stage_busy"], row["good_hit_rate"]
+    busy, hits, expected = row["stage_busy"], row["good_hit_rate"], row.get("expected_frac")
     return [
         f"{row['input_tok_s']:,.0f}",
         f"{row['p50_s']:.2f}",
         f"{row['p95_s']:.2f}",
         f"{sum(busy) / len(busy):.1%}",
         f"{row['cached_frac']:.1%}",
+        "" if expected is None else f"{expected:.1%}",
         "" if hits is None else f"{hits:.1%}",
         f"{row['waves']['count']:g}",
         f"{row['waves'].get('tokens_mean', 0):,.0f}",

@@ -46,6 +46,7 @@ def make_row(cell: Mapping[str, Any], runs: Sequence[LoopRun], baseline_s: Seque
         "waves": _waves(runs),
         "rounds": _median([run.after.rounds - run.before.rounds for run in runs]),
         "admission_ms_p50": _admission_ms(runs),
+        "expected_frac": _expected(runs),
         "good_hit_rate": _good_hits(runs),
         "aborted": _median([len(run.results) - len(run.done) for run in runs]),
         "capacity_refusals": _median(
@@ -108,6 +109,14 @@ def _driver_cores(run: LoopRun) -> float:
 
 def _stage_cores(run: LoopRun, stage: int) -> float:
     return (run.after.stages[stage].cpu_s - run.before.stages[stage].cpu_s) / run.read_s
+
+
+def _expected(runs: Sequence[LoopRun]) -> float | None:
+    """The share of prompt tokens that was expected in the cache: what `cached_frac` would be with
+    room for all of it. None: none was.
+    """
+    tokens = sum(run.expected[n] for run in runs if run.expected for n in run.done)
+    return tokens / sum(run.input_tokens for run in runs) if tokens else None
 
 
 def _good_hits(runs: Sequence[LoopRun]) -> float | None:

@@ -112,6 +112,7 @@ class RoundComposer:
                 return claims, record
             if wanted <= 0 and self._defer(record, now, decisions):
                 continue
+            self._mark_shared(record, decisions)
             claims.append(self._claim(record, now))
             wanted -= _suffix(record)
         return claims, None
@@ -144,9 +145,7 @@ class RoundComposer:
         until = record.wait.until
         if not self._books.options.defer_shared_prefix or (until is not None and now >= until):
             return False
-        found = find_donor(
-            record, self._books.gate.holders, block_size=self._books.options.block_size
-        )
+        found = self._mark_shared(record, decisions)
         if found is None:
             return False
         donor, target = found
@@ -154,11 +153,27 @@ class RoundComposer:
         record.wait.donor, record.wait.target = donor.request_id, target
         record.life.move(Event.DEFER, now=now)
         self._books.tally.deferred += 1
-        if donor.phase in ADMITTED and record.has_snapshots:
-            decisions.append(
-                Junction(request_id=donor.request_id, attempt=donor.attempt, position=target)
-            )
         return True
+
+    def _mark_shared(
+        self, record: Record, decisions: list[Decision]
+    ) -> tuple[Record, int] | None:
+        """Who computes most of the prefix that this request lacks, and up to where; it keeps a
+        snapshot there, also for those who can't wait: later ones will share that prefix as well.
+        """
+        found = find_donor(
+            record, self._books.gate.holders, block_size=self._books.options.block_size
+        )
+        if found is None or not record.has_snapshots:
+            return found
+        donor, target = found
+        if target not in donor.shared:
+            donor.shared.add(target)  # one that is not admitted yet is told with its admission
+            if donor.phase in ADMITTED:
+                decisions.append(
+                    Junction(request_id=donor.request_id, attempt=donor.attempt, position=target)
+                )
+        return found
 
     def _wake(self, near: Sequence[Record], now: float, wanted: int) -> None:
         """Ends deferrals: the prefix is there, nobody computes it any more, it took too long, or

@@ -354,14 +354,10 @@ class LeaderMachine:
 
     def _junctions(self, record: Record) -> list[int]:
         """Where others share this prompt's prefix: what the stages' attention windows still hold
-        above the endpoint, and where deferred requests wait for it."""
+        above the endpoint, and where requests part from it that came meanwhile."""
         if not record.has_snapshots:
             return []
-        points = {
-            other.wait.target
-            for other in self.books.near()
-            if other.wait.donor == record.request_id
-        }
+        points = set(record.shared)
         shared = junction_of(record.reuses(), record.run.endpoint)
         if shared is not None:
             points.add(shared)

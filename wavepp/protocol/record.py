@@ -73,7 +73,11 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One live request."""
+    """One live request.
+
+    Attributes:
+        shared: where prompts that came while it computed theirs part from it.
+    """
 
     arrival: RequestArrived
     life: Lifecycle
@@ -83,6 +87,7 @@ class Record:
     hinted_in: int = 0  # the latest round that brought a hint
     run: RunState = field(default_factory=RunState)
     wait: Wait = field(default_factory=Wait)
+    shared: set[int] = field(default_factory=set)
 
     @property
     def request_id(self) -> RequestId:
