@@ -191,6 +191,27 @@ def test_waves_grow_while_the_pipeline_stays_full_up_to_a_bound() -> None:
     assert tokens_after(4 * bound, ring_waves=0) == tokens_after(0)  # it was empty: all anew
 
 
+def test_waves_do_not_get_shorter_while_the_pipeline_is_not_empty() -> None:
+    """The longest one has cost what filling costs. Requests too few for such waves come first."""
+    costs = [StageCosts(c0=0.015, c1=18e-6, c2=0.0)] * 8
+
+    def budget(sizing: BalancedSizing, count: int, *, ring_waves: int) -> int:
+        work = tuple(piece(f"{count}r{index}", M) for index in range(count))
+        return sizing.size(Demand(pieces=work, ring_waves=ring_waves)).budget
+
+    sizing = BalancedSizing(goals(b_min=1024), costs)
+    long = budget(sizing, 16, ring_waves=0)
+    one = [Cut(request_id=RequestId("x"), start=0, length=B, final=False)]
+    sizing.decided(WaveNumber(1), one)
+    for count in (8, 4):
+        alone = budget(BalancedSizing(goals(b_min=1024), costs), count, ring_waves=1)
+        kept = budget(sizing, count, ring_waves=1)
+        assert alone < kept <= long, count
+        sizing.decided(WaveNumber(2), one)
+    assert kept < long  # for four requests on eight stages
+    assert budget(sizing, 4, ring_waves=0) == alone  # it was empty: all anew
+
+
 @given(left=st.integers(1, 4 * M), behind=st.lists(st.integers(1, 2 * M), max_size=6))
 def test_a_part_of_a_long_piece_has_its_wave_alone(left: int, behind: list[int]) -> None:
     room = TimeRoom(TOKENS, seconds=4096.0, tokens_max=M, tokens_min=1024)

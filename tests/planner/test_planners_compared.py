@@ -69,7 +69,7 @@ def throughput_ratio(workload: str, concurrency: int, count: int | None = None) 
 def test_balanced_is_no_slower_than_static_and_mpu(workload: str, concurrency: int) -> None:
     """Two prompts a user. In long runs of equal prompts it may be a little slower: it can't know
     that the pipeline will not be empty soon, and cuts waves for that."""
-    assert throughput_ratio(workload, concurrency, 2 * concurrency) >= 0.99
+    assert throughput_ratio(workload, concurrency, 2 * concurrency) >= 0.995
     assert throughput_ratio(workload, concurrency) >= 0.985
 
 

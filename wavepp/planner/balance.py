@@ -19,6 +19,10 @@ for filling and draining: every other stage idles for the longest wave once whil
 work from one emptiness of the pipeline to the next. H is not known; it is taken to be some times V,
 and to grow with what was computed since the pipeline was empty. The other part grows with how
 unequal requests are: a long wave blocks short ones. `best_wave_work` is the v of least loss.
+
+What filling and draining costs is settled by the longest wave since the pipeline was empty:
+shorter ones after it win nothing back. So while it is not empty, v stays as long as it was, or what
+it would be with H as long as it may be, if that is less.
 """
 
 from __future__ import annotations
@@ -38,10 +42,10 @@ from wavepp.units import RequestId, WaveNumber
 HORIZON_LEAST, HORIZON_MOST = 4.5, 20.0
 """Bounds of H, in V."""
 
-HORIZON_GROWTH = 1.5
+HORIZON_GROWTH = 1.7
 """Between them, H for each second of work since the pipeline was empty."""
 
-SPREAD_PER_VARIATION = 0.08
+SPREAD_PER_VARIATION = 0.10
 """Of g, for each unit of the squared coefficient of variation of request sizes. All four numbers
 were chosen on the virtual pipeline of the tests.
 """
@@ -193,12 +197,14 @@ class BalancedSizing:
         self._requests = Requests()
         self._launched: deque[tuple[WaveNumber, WaveLoad]] = deque(maxlen=goals.ring_depth)
         self._since_empty = WaveLoad(tokens=0, context=0)
+        self._proposed = self._longest = 0.0  # v, in waves of M tokens: costs may be learned anew
 
     def size(self, demand: Demand) -> WaveSize:
         """The time of least loss, at most M tokens."""
         self._requests.observe(demand)
         if demand.ring_waves == 0:
             self._since_empty = WaveLoad(tokens=0, context=0)
+            self._longest = 0.0
         top = self.goals.ladder[0]
         load = self._requests.load
         costs = self.model.slowest(load)
@@ -218,6 +224,7 @@ class BalancedSizing:
         """Remembers what the wave holds while it may be in the ring."""
         load = WaveLoad.of(cuts)
         self._launched.append((wave, load))
+        self._longest = max(self._longest, self._proposed)
         self._since_empty = WaveLoad(
             tokens=self._since_empty.tokens + load.tokens,
             context=self._since_empty.context + load.context,
@@ -230,7 +237,7 @@ class BalancedSizing:
                 self.model.add(load, stage_seconds)
 
     def _wave_work(self, demand: Demand, load: WaveLoad, costs: StageCosts) -> float:
-        """v: of least loss, but no more than 4S waves.
+        """v: of least loss, or as it was since the pipeline was empty; but no more than 4S waves.
 
         Requests about to be admitted count too, as if they were like those that are: the first of
         a burst is not cut as if it were alone.
@@ -239,13 +246,17 @@ class BalancedSizing:
         seconds = costs.work_seconds(load) * requests / len(self._requests)
         grown = HORIZON_GROWTH * costs.work_seconds(self._since_empty) / seconds
         horizon = min(max(HORIZON_LEAST, grown), HORIZON_MOST)
-        spread = 1 / horizon + self._requests.spread
-        best = best_wave_work(
-            PipelineWork(seconds=seconds, requests=requests, spread=spread),
-            constant_s=costs.c0,
-            num_stages=self.goals.num_stages,
-        )
-        return max(best, seconds / (FINEST * self.goals.waves_wanted))
+
+        def best(horizon: float) -> float:
+            spread = 1 / horizon + self._requests.spread
+            work = PipelineWork(seconds=seconds, requests=requests, spread=spread)
+            return best_wave_work(work, constant_s=costs.c0, num_stages=self.goals.num_stages)
+
+        top = self.goals.ladder[0]
+        full = costs.work_seconds(WaveLoad(tokens=top, context=span_context(0, top)))
+        found = max(best(horizon), min(self._longest * full, best(HORIZON_MOST)))
+        self._proposed = found / full
+        return max(found, seconds / (FINEST * self.goals.waves_wanted))
 
 
 def _load_of_piece(piece: Piece) -> WaveLoad:

@@ -155,9 +155,7 @@ class RoundComposer:
         self._books.tally.deferred += 1
         return True
 
-    def _mark_shared(
-        self, record: Record, decisions: list[Decision]
-    ) -> tuple[Record, int] | None:
+    def _mark_shared(self, record: Record, decisions: list[Decision]) -> tuple[Record, int] | None:
         """Who computes most of the prefix that this request lacks, and up to where; it keeps a
         snapshot there, also for those who can't wait: later ones will share that prefix as well.
         """
