@@ -394,9 +394,23 @@ def build_config(options: Mapping[str, Any], yaml_path: str | Path | None = None
     return EngineConfig(**merged)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Plain data; a key that comes twice is an error, not the last one's."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: {key.value} was given before")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # it is safe
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

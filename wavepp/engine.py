@@ -18,7 +18,9 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
@@ -28,6 +30,7 @@ from wavepp.actors.wave_times import read_wave_times
 from wavepp.config import EngineConfig
 from wavepp.control.work import StageFacts
 from wavepp.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from wavepp.messages import plain_messages
 from wavepp.requests import (
     EngineStats,
     Increment,
@@ -99,6 +102,7 @@ class Engine:
         self._tokenizer: Tokenizer | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._live: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -119,7 +123,7 @@ class Engine:
         backend = self._given_backend or build_backend(self.config)
         worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wavepp-tokenizer")
         self._backend, self._worker = backend, worker
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         loading = loop.run_in_executor(worker, load_tokenizer, self.config)
         try:
             self._facts = await backend.start()
@@ -172,13 +176,21 @@ class Engine:
     async def submit(self, request: PrefillRequest) -> PrefillResult:
         """Runs a request to its end; as `prefill`."""
         if not request.stop:
-            return await self._submit(request, stream=False)
+            return await self._with_text(request, await self._submit(request, stream=False))
         result: PrefillResult | None = None
         async with aclosing(self.stream_request(request)) as steps:
             async for step in steps:
                 result = step.result
         assert result is not None, "a stream ends with its result"
         return result
+
+    async def _with_text(self, request: PrefillRequest, result: PrefillResult) -> PrefillResult:
+        """The result of a request for several tokens, with its text if there is a tokenizer."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or request.max_tokens <= 1 or not result.token_ids:
+            return result
+        text = await self.on_worker(lambda: tokenizer.decode(result.token_ids))
+        return replace(result, text=text)
 
     async def stream(
         self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[PrefillOptions]
@@ -281,9 +293,9 @@ class Engine:
             RequestError: there is no such stage.
         """
         stages = len(self._running_facts())
-        if stage is not None and not 0 <= stage < stages:
+        if stage is not None and not (isinstance(stage, int) and 0 <= stage < stages):
             raise RequestError(
-                f"stage {stage}: the pipeline has stages 0 to {stages - 1}",
+                f"stage {stage!r}: the pipeline has stages 0 to {stages - 1}",
                 code="unknown_stage",
                 param="stage",
             )
@@ -296,6 +308,8 @@ class Engine:
         Raises:
             RequestError: there is no tokenizer, or the text is empty or not Unicode.
         """
+        if not isinstance(text, str):
+            raise RequestError(f"prompt: expected text, not {type(text).__name__}", param="prompt")
         if not text:
             raise RequestError("prompt is empty", code="empty_prompt", param="prompt")
         encoder = self._need_tokenizer()
@@ -312,7 +326,8 @@ class Engine:
             RequestError: there is no tokenizer or no template, or it refuses the messages.
         """
         encoder = self._need_tokenizer()
-        return await self.on_worker(lambda: encoder.encode_chat(messages, options))
+        plain = plain_messages(messages)
+        return await self.on_worker(lambda: encoder.encode_chat(plain, options))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out.
@@ -321,6 +336,8 @@ class Engine:
             RequestError: there is no tokenizer, or a token is outside the vocabulary.
         """
         decoder = self._need_tokenizer()
+        if not all(isinstance(token, Integral) for token in token_ids):
+            raise RequestError("tokens: expected token ids", code="bad_token", param="tokens")
         vocab_size = min(stage.vocab_size for stage in self._facts)
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
@@ -368,6 +385,11 @@ class Engine:
             raise RuntimeError("the engine is not started: use `async with` or await start()")
         if self._worker is None:
             raise EngineDeadError("the engine is closed")
+        if self._loop is not None and self._loop.is_closed():
+            raise EngineDeadError(
+                "the event loop that this engine was started in is closed: use it in one "
+                "asyncio.run, or LLM without asyncio"
+            )
         return self._facts
 
     def _need_tokenizer(self) -> Tokenizer:

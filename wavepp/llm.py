@@ -116,12 +116,9 @@ class LLM:
         """The text of token ids, special tokens left out.
 
         Raises:
-            RequestError: there is no tokenizer.
+            RequestError: there is no tokenizer, or a token is outside the vocabulary.
         """
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
-            raise RequestError("there is no tokenizer", code="no_tokenizer")
-        return self._run(self._engine.on_worker(lambda: tokenizer.decode(token_ids)))
+        return self._run(self._engine.detokenize(token_ids))
 
     def stats(self) -> EngineStats:
         """One snapshot of queue, ring and stages."""

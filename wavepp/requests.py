@@ -123,9 +123,9 @@ class PrefillResult:
             else None.
         finish_reason: stop (an end-of-sequence token, or what was asked for), length, abort or
             error.
-        stop_reason: the stop string that ended the answer.
-        text: the answer as text up to the stop string; None when none was asked for, or when the
-            text was not needed.
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended the answer.
+        text: the answer as text, up to the stop string; None without a tokenizer, or when one token
+            was asked for and no stop string.
         error: what went wrong, for finish_reason "error" only.
         num_cached_tokens: prompt tokens whose state was reused on every stage, not computed.
     """
@@ -139,7 +139,7 @@ class PrefillResult:
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     error: str | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     text: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
 

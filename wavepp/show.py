@@ -73,7 +73,7 @@ def result_sheet(result: PrefillResult) -> Sheet:
     if result.text is not None:
         rows.append(("text", _cut(result.text)))
     if result.stop_reason is not None:
-        rows.append(("stopped by", _cut(result.stop_reason)))
+        rows.append(("stopped by", _cut(str(result.stop_reason))))
     if result.logprobs is not None:
         rows.append(
             ("log probabilities", _values([f"{p.chosen.logprob:.3f}" for p in result.logprobs]))

@@ -103,6 +103,9 @@ def test_every_request_is_there_in_order(real: Trace) -> None:
     assert len(real.named("first")) == 2
     assert real.named("first#4") == [real.requests["first#4"]]
     assert real.named("nobody") == []
+    real.requests["first#1"].user_id = "batch_1-0"  # the first prompt of a batch line
+    assert real.named("batch_1") == real.named("batch_1-0") == [real.requests["first#1"]]
+    assert real.named("batch") == []
     assert not real.cut_short
     assert real.num_stages == 2
 

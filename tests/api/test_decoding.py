@@ -88,7 +88,8 @@ async def test_answers_end_where_they_are_told(tiny_llama: Path) -> None:
         first_place = whole.token_ids.index(third)
         short = await answer(engine, [5, 6, 7], stop_token_ids=[third], prompt_logprobs=0)
     assert short.token_ids == whole.token_ids[: first_place + 1]
-    assert short.finish_reason == "stop"
+    assert (short.finish_reason, short.stop_reason) == ("stop", third)
+    assert whole.stop_reason is None
     assert short.prompt_logprobs is not None
     assert len(short.prompt_logprobs) == 3
 

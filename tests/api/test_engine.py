@@ -200,6 +200,14 @@ async def test_stats_count_what_was_done(tiny_llama: Path) -> None:
     assert all(stage.busy_s > 0 for stage in stats.stages)
 
 
+def test_engine_of_another_event_loop_says_so(tiny_llama: Path) -> None:
+    """Nobody runs its pipeline any more."""
+    engine = Engine(model=str(tiny_llama), transport="local")
+    asyncio.run(engine.start())
+    with pytest.raises(EngineDeadError, match="event loop that this engine was started in"):
+        asyncio.run(engine.prefill([5, 6]))
+
+
 async def test_engine_that_is_not_running_says_so(tiny_llama: Path) -> None:
     engine = Engine(config(tiny_llama))
     with pytest.raises(RuntimeError, match="not started"):

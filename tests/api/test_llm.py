@@ -49,15 +49,38 @@ def test_generate_goes_on_after_the_first_token(llm: LLM) -> None:
     assert llm.generate([5, 6], max_tokens=5, ignore_eos=True)[0].token_ids == longer[:5]
 
 
+def test_an_answer_of_several_tokens_has_its_text(llm: LLM) -> None:
+    for options in ({}, {"stop": "a stop string that never comes"}):
+        answer = llm.generate([5, 6], ignore_eos=True, **options)[0]
+        assert answer.text == llm.decode(answer.token_ids)
+    assert llm.prefill([5, 6])[0].text is None
+
+
+@pytest.mark.parametrize("tokens", [[-1], [99999], "ab", [2.5], [None]])
+def test_what_are_no_token_ids_can_not_be_decoded(llm: LLM, tokens: Any) -> None:
+    with pytest.raises(RequestError, match="token"):
+        llm.decode(tokens)
+
+
+@pytest.mark.parametrize("stage", ["0", 1.5, 7, -1])
+def test_a_stage_that_is_none_can_not_be_reset(llm: LLM, stage: Any) -> None:
+    with pytest.raises(RequestError, match="the pipeline has stages 0 to"):
+        llm.reset_prefix_cache(stage=stage)
+
+
 def test_chat_lays_messages_out_by_the_template(llm: LLM) -> None:
     hello = [{"role": "user", "content": "Hello"}]
     one = llm.chat(hello)
     two = llm.chat([hello, hello])
     assert [r.token_ids for r in two] == [one[0].token_ids] * 2
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    assert llm.chat(parts)[0].token_ids == one[0].token_ids
     with pytest.raises(RequestError, match="messages is empty"):
         llm.chat([])
-    with pytest.raises(RequestError, match="chat template refuses"):
+    with pytest.raises(RequestError, match=r"messages\[0\].content: expected text or text parts"):
         llm.chat([{"role": "user", "content": 3}])
+    with pytest.raises(RequestError, match="only text parts are supported"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
 
 
 def test_cache_can_be_reset(llm: LLM) -> None:

@@ -90,6 +90,11 @@ async def test_storm_aborts_some_however_fast_the_device(time_scale: float) -> N
     assert row["input_tok_s"] > 0
 
 
+async def test_more_clients_than_requests_are_no_more_than_those() -> None:
+    report = await measure(config(), plan(concurrency="999999999", requests=2))
+    assert report["rows"][0]["requests"] == 2
+
+
 async def test_trace_runs_as_recorded() -> None:
     wanted = plan(workloads="trace", trace=EXAMPLE, trace_scale=400.0, requests=40)
     report = await measure(config(max_num_batched_tokens=4096, time_scale=0.2), wanted)

@@ -164,6 +164,11 @@ def test_the_report_is_written_and_told(tmp_path: Path) -> None:
         write_section(report, "grid-y", page)
 
 
+def test_prompts_longer_than_the_model_takes_are_refused_before_they_are_made() -> None:
+    with pytest.raises(ConfigError, match="cell cold:99999999999999 exceeds max_model_len"):
+        measure(config(), plan(cells="cold:99999999999999", requests=1))
+
+
 def test_rows_of_the_ablation_bring_their_switches() -> None:
     """In a pool that holds less than the requests want at once, what is pinned is not lost."""
     short = config(block_size=16, num_gpu_blocks_override=80, lease_headroom_waves=0)

@@ -97,6 +97,7 @@ def test_mistakes_end_in_one_line(traced: Path, tmp_path: Path) -> None:
         "line 1 is no record of a trace": [bad],
         "request 'nobody' is not among the 3 of": [traced, "--request", "nobody"],
         "perfetto": [traced, "--perfetto", tmp_path / "no" / "out.json"],
+        "is the trace itself": [traced, "--perfetto", traced],
     }
     for message, words in cases.items():
         done = wavepp("trace", *words)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,47 @@ def test_server_lines_of_the_readme_run(smollm2_folder: Path, tmp_path: Path) ->
     assert f"at http://127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
     assert wait_until(lambda: processes_with(mark) == [], seconds=30), processes_with(mark)
+
+
+def test_requests_in_flight_finish_when_the_server_is_told_to_stop(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Both a stream and a whole answer, seconds long, that were begun before SIGTERM."""
+    port, mark, log = free_port(), str(tmp_path), tmp_path / "serve.log"
+    flags = ["--model", str(tiny_llama), "--transport", "local", "--port", str(port)]
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            ["wavepp", "serve", *flags], stderr=output, env=clean_environment(MARK=mark)
+        )
+    try:
+        assert wait_until(lambda: "serving " in log.read_text(), seconds=200), log.read_text()
+        body = {"prompt": [5, 6, 7], "max_tokens": 700, "ignore_eos": True, "temperature": 0.0}
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        with ThreadPoolExecutor() as pool, httpx.Client(timeout=120) as client:
+            whole = pool.submit(client.post, url, json=body)
+            with client.stream("POST", url, json={**body, "stream": True}) as answer:
+                chunks = answer.iter_lines()
+                first = next(chunks)
+                server.send_signal(signal.SIGTERM)
+                rest = [line for line in chunks if line]
+            assert first.startswith("data: {")
+            assert rest[-1] == "data: [DONE]"
+            assert whole.result().json()["usage"]["completion_tokens"] == 700
+        assert server.wait(timeout=120) == 0
+    finally:
+        server.kill()
+    assert "Traceback" not in log.read_text()
+    assert wait_until(lambda: processes_with(mark) == [], seconds=30), processes_with(mark)
+
+
+def test_an_address_where_no_ray_is_is_one_line(tiny_llama: Path) -> None:
+    prompts = str(ROOT / "examples" / "prompts.jsonl")
+    flags = ["-i", prompts, "-o", "-", "--model", str(tiny_llama), "--wait-for-resources-s", "1"]
+    for address, said in (("garbage", "HOST:PORT"), (f"127.0.0.1:{free_port()}", "not answer")):
+        done = run(["wavepp", "run-batch", *flags], env=clean_environment(RAY_ADDRESS=address))
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_bad_options_are_one_line(tiny_llama: Path) -> None:

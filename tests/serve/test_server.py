@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,13 @@ async def test_under_load_all_get_their_own_answers(server: str, tiny_llama: Pat
     assert [metric(server, name) - before[name] for name in counted] == [*sums]
 
 
+def aborted(server: str) -> float:
+    """Answers that ended because their client went away."""
+    text = httpx.get(f"{server}/metrics").text
+    found = re.search(r'request_success_total\{finished_reason="abort",[^}]*\} ([\d.]+)', text)
+    return float(found[1]) if found else 0.0
+
+
 async def test_clients_that_go_away_leave_nothing(server: str, tiny_llama: Path) -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(5, 512) for _ in range(rng.randint(50, 400))] for _ in range(GONE)]
@@ -191,6 +199,31 @@ async def test_clients_that_go_away_leave_nothing(server: str, tiny_llama: Path)
         got = await asyncio.gather(*(ask(many, number) for number in range(GONE)))
     assert [tokens for tokens in got if tokens is not None] == expected
     assert eventually_nothing_held(server)
+
+
+async def test_answers_whose_client_went_away_are_counted(server: str) -> None:
+    """A stream that is left after its first event, and a whole answer while it is made."""
+    before = aborted(server)
+    body = {"prompt": [5, 6, 7], "max_tokens": MODEL_LEN - 8, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=server, timeout=120) as client:
+        call = client.stream("POST", "/v1/completions", json={**body, "stream": True})
+        async with call as response:
+            assert (await anext(response.aiter_lines())).startswith("data: {")
+        assert await eventually(lambda: aborted(server) == before + 1)
+        whole = asyncio.create_task(client.post("/v1/completions", json=body))
+        assert await eventually(lambda: metric(server, "num_requests_running") == 1)
+        whole.cancel()
+        assert await eventually(lambda: aborted(server) == before + 2)
+    assert eventually_nothing_held(server)
+
+
+async def eventually(is_true: Callable[[], bool]) -> bool:
+    """Whether something comes true within half a minute; asked off the event loop."""
+    for _ in range(600):
+        if await asyncio.to_thread(is_true):
+            return True
+        await asyncio.sleep(0.05)
+    return False
 
 
 def test_metrics_go_through_rays_own_exporter_too(server: str, ray_session: Any) -> None:

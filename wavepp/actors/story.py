@@ -8,6 +8,7 @@ All times are seconds on the driver's monotonic clock; a stage's own are on its 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,8 +122,14 @@ class Trace:
     cut_short: bool = False
 
     def named(self, name: str) -> list[Request]:
-        """The requests of a user's id (which may be used again), or of a name in the pipeline."""
-        return [r for r in self.requests.values() if name in (r.user_id, r.request_id)]
+        """The requests of a user's id (which may be used again), of a name in the pipeline, or of a
+        batch line or an HTTP answer, whose prompts are numbered behind its id."""
+        numbered = re.compile(re.escape(name) + r"-\d+")
+        return [
+            request
+            for request in self.requests.values()
+            if name in (request.user_id, request.request_id) or numbered.fullmatch(request.user_id)
+        ]
 
 
 def read_trace(path: Path) -> Trace:

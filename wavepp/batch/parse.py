@@ -21,6 +21,7 @@ from wavepp.batch.schema import (
 )
 from wavepp.engine import PrefillOptions
 from wavepp.errors import RequestError
+from wavepp.messages import plain_messages
 from wavepp.validation import nearest, shown
 
 COMPLETIONS_URL = "/v1/completions"
@@ -193,7 +194,7 @@ def read_chat(fields: Mapping[str, Any]) -> Question:
         RequestError: a field is unknown, unsupported or wrong.
     """
     body = read_body(ChatBody, fields, ChatBody)
-    messages = [_message(number, message) for number, message in enumerate(body.messages)]
+    messages = plain_messages(body.messages)
     options = body.options()
     return Question(
         options=options,
@@ -204,29 +205,6 @@ def read_chat(fields: Mapping[str, Any]) -> Question:
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         return_token_ids=body.return_token_ids is True,
     )
-
-
-def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its content as one string (text parts are joined by line breaks)."""
-    where = f"messages[{number}]"
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}.role: expected text", param="messages")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return message
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content: expected text or text parts", param="messages")
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise RequestError(
-                f"{where}.content: only text parts are supported (got {shown(part)})",
-                code="unsupported",
-                param="messages",
-            )
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
 
 
 def _prompts(prompt: object) -> tuple[str | tuple[int, ...], ...]:

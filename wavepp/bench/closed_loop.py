@@ -119,7 +119,7 @@ async def run_closed_loop(
             for place in places:
                 await run.submit(place, storm)
 
-        await _all([client() for _ in range(concurrency)])
+        await _all([client() for _ in range(min(concurrency, len(asks)))])
     return run.finished()
 
 

@@ -227,6 +227,9 @@ def _timed(devices: _Devices, plan: GridPlan, cell: Cell, rate: float | None) ->
         rate: requests that arrive a second; None: a closed loop.
     """
     engine = VirtualEngine(devices.config, devices.models, seed=plan.seed)
+    longest = devices.models[0].facts.max_model_len
+    if cell.prompt_len > longest:
+        raise ConfigError(f"cell {cell.workload}:{cell.prompt_len} exceeds max_model_len {longest}")
     made = _prepared(engine, plan, cell, rate)
     if rate is None:
         return engine.closed_loop(made, cell.concurrency)

@@ -1,6 +1,7 @@
 """`wavepp serve`: the server on this process' Ray, or on RAY_ADDRESS, until it is told to stop.
 
 On SIGTERM or Ctrl-C requests in flight may finish (`shutdown_timeout_s`), then nothing is left.
+While it starts, both end it at once.
 """
 
 from __future__ import annotations
@@ -8,8 +9,12 @@ from __future__ import annotations
 import importlib.util
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+import typer
 
 from wavepp.config import EngineConfig
 from wavepp.console import open_console
@@ -36,15 +41,35 @@ def run(config: EngineConfig, options: dict[str, Any], *, host: str, port: int) 
     from wavepp.serve.running import RunningServer
 
     console = open_console(stderr=True)
-    server = RunningServer.start(config, ServeOptions(**options), host=host, port=port)
     told = threading.Event()
-    try:
+    with _interrupted_by(signal.SIGTERM):
+        server = RunningServer.start(config, ServeOptions(**options), host=host, port=port)
         _on_stop(told)
+    try:
         console.print(f"serving {config.model_name} at {server.url}")
         told.wait()
         console.print("stopping")
     finally:
         server.stop()
+
+
+@contextmanager
+def _interrupted_by(number: signal.Signals) -> Iterator[None]:
+    """Lets a signal end what runs as Ctrl-C would, with the status of its own."""
+    got: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        got.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(number, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not got:
+            raise
+        raise typer.Exit(128 + got[0]) from None
 
 
 def _on_stop(told: threading.Event) -> None:

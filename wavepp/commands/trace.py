@@ -26,6 +26,8 @@ def run(path: Path, *, request: str | None, perfetto: Path | None) -> None:
     Raises:
         ConfigError: the file is no trace, the request is not in it, or the output can't be written.
     """
+    if perfetto is not None and perfetto.exists() and perfetto.samefile(path):
+        raise ConfigError(f"perfetto {perfetto}: is the trace itself")
     trace = read_trace(path)
     console = open_console()
     if request is not None:

@@ -123,6 +123,7 @@ class RequestState:
         """What the caller gets; `cached`: prompt tokens reused on every stage."""
         served = reason in ("stop", "length")
         sampling = self.arrival.sampling
+        last = self.produced[-1] if self.produced and reason == "stop" else None
         return PrefillResult(
             request_id=self.arrival.user_id,
             token_ids=tuple(self.produced) if served else (),
@@ -144,6 +145,7 @@ class RequestState:
                 else None
             ),
             error=error,
+            stop_reason=last if last in self.arrival.stop_token_ids else None,
         )
 
 

@@ -71,6 +71,10 @@ class Metrics:
         _observe(self._admission.labels(self._model), times.hint_s, times.admitted_s)
         _observe(self._prefill.labels(self._model), times.first_wave_s, end_s)
 
+    def left(self, count: int = 1) -> None:
+        """A client went away, and with it so many requests that had no end yet."""
+        self._success.labels(self._model, "abort").inc(count)
+
     def refused(self, reason: str) -> None:
         """A request was refused."""
         self._rejections.labels(self._model, reason).inc()

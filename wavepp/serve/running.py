@@ -16,6 +16,7 @@ from wavepp.actors.ray.cluster import Cluster
 # isort: split
 from ray import serve
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
 
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
@@ -24,6 +25,8 @@ from wavepp.serve.lost import PROXY_ENV
 from wavepp.serve.options import ServeOptions
 
 UP_S_MAX = 60.0
+DRAIN_SPARE_S = 15.0
+"""For what Serve does around the requests themselves."""
 POLL_S = 0.1
 ERROR_MARK = "ConfigError: "
 
@@ -31,9 +34,11 @@ ERROR_MARK = "ConfigError: "
 class RunningServer:
     """A server that answers; made by `start`."""
 
-    def __init__(self, cluster: Cluster, url: str) -> None:
+    def __init__(self, cluster: Cluster, url: str, *, drain_s: float) -> None:
+        """`drain_s`: how long requests in flight may go on when it is stopped."""
         self.url = url
         self._cluster = cluster
+        self._drain_s = drain_s
 
     @classmethod
     def start(cls, config: EngineConfig, options: ServeOptions, *, host: str, port: int) -> Self:
@@ -43,7 +48,11 @@ class RunningServer:
             ConfigError: the engine can't be built, the port is taken, or nothing answers.
         """
         check_port(host, port)
-        server = cls(Cluster.join_or_start(PROXY_ENV), f"http://{_reachable(host)}:{port}")
+        server = cls(
+            Cluster.join_or_start(PROXY_ENV, wait_s=config.wait_for_resources_s),
+            f"http://{_reachable(host)}:{port}",
+            drain_s=options.shutdown_timeout_s,
+        )
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
             deploy(build_application(config, options), name=NAME, route="/")
@@ -55,11 +64,19 @@ class RunningServer:
 
     def stop(self) -> None:
         """Lets requests in flight finish, and takes away what was started. Safe to call twice."""
+        with contextlib.suppress(RayServeException):  # Serve itself did not come up
+            self._take_away()
         if self._cluster.is_own:
             serve.shutdown()  # type: ignore[no-untyped-call]
-        else:
-            serve.delete(NAME)
         self._cluster.leave()
+
+    def _take_away(self) -> None:
+        """The application goes first, while the proxy lives: Serve takes no new requests for it and
+        lets its replicas finish theirs. Serve's own shutdown would end the proxy at once."""
+        serve.delete(NAME, _blocking=False)
+        deadline = time.monotonic() + self._drain_s + DRAIN_SPARE_S
+        while NAME in serve.status().applications and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 def check_port(host: str, port: int) -> None:

@@ -128,6 +128,9 @@ class Service:
                     if not is_begun:
                         raise
                     yield event(problem_of(error)[1])
+                except (asyncio.CancelledError, GeneratorExit):
+                    self.metrics.left(len(asked.requests) - len(results))
+                    raise
         if chunks.wants_usage:
             yield chunks.usage(results)
         yield DONE
@@ -151,6 +154,9 @@ class Service:
             result = await self.engine.submit(request)
         except RequestError as error:
             self.metrics.refused(error.code)
+            raise
+        except asyncio.CancelledError:
+            self.metrics.left()
             raise
         self.metrics.answered(result)
         return result

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,6 +34,8 @@ POLL_S = 0.1
 SESSION_REMOVAL_S = 10.0
 CPU_STEP = 0.01
 CPUS_PER_STAGE_MIN = 0.01
+CONNECT_S_MAX = 5.0
+PORT_MAX = 65535
 
 
 class Cluster:
@@ -51,23 +54,24 @@ class Cluster:
         return self._raylet_pid is not None
 
     @classmethod
-    def join_or_start(cls, env: Mapping[str, str]) -> Cluster:
+    def join_or_start(cls, env: Mapping[str, str], *, wait_s: float) -> Cluster:
         """Uses the Ray this process is connected to, or RAY_ADDRESS, or starts one on this machine.
 
         Args:
             env: environment of every worker of a cluster that is started here; workers of others
                 need it as their runtime_env.
+            wait_s: how long RAY_ADDRESS may take to answer.
 
         Raises:
             ConfigError: RAY_ADDRESS names a cluster that does not answer.
         """
         if ray.is_initialized():
             return cls(connected_here=False, raylet_pid=None)
-        if os.environ.get("RAY_ADDRESS"):
+        if address := os.environ.get("RAY_ADDRESS"):
+            _wait_for_answer(address, wait_s)
             try:
                 ray.init(log_to_driver=False, logging_level=logging.ERROR)
-            except ConnectionError as error:
-                address = os.environ["RAY_ADDRESS"]
+            except (ConnectionError, ValueError) as error:
                 raise ConfigError(f"RAY_ADDRESS {address!r}: {error}") from None
             return cls(connected_here=True, raylet_pid=None)
         return cls(connected_here=True, raylet_pid=_start_local(env))
@@ -103,8 +107,14 @@ def threads_per_stage(config: EngineConfig) -> int:
     return max(1, len(os.sched_getaffinity(0)) // config.pipeline_parallel_size)
 
 
-async def reserve(config: EngineConfig, num_cpus: float) -> PlacementGroup:
+async def reserve(
+    config: EngineConfig, num_cpus: float, *, may_grow: bool = True
+) -> PlacementGroup:
     """Room for every stage, as a placement group; the driver needs none of its own.
+
+    Args:
+        may_grow: False: what the cluster has not got now it will never have, so it is not waited
+            for.
 
     Raises:
         ConfigError: it did not come within `wait_for_resources_s`.
@@ -114,19 +124,49 @@ async def reserve(config: EngineConfig, num_cpus: float) -> PlacementGroup:
         bundle["GPU"] = 1.0
     stages = config.pipeline_parallel_size
     group: PlacementGroup = placement_group([dict(bundle) for _ in range(stages)], strategy="PACK")
-    deadline = time.monotonic() + config.wait_for_resources_s
+    is_there = may_grow or all(_whole().get(kind, 0.0) >= stages * n for kind, n in bundle.items())
+    wait_s = config.wait_for_resources_s if is_there else 0.0
+    deadline = time.monotonic() + wait_s
     try:
         while not await asyncio.to_thread(group.wait, POLL_S):
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"Ray had no room for {stages} stages of {_text(bundle)} each within "
-                    f"wait_for_resources_s = {config.wait_for_resources_s:g} s; the cluster has "
+                    f"Ray had no room for {stages} stages of {_text(bundle)} each "
+                    f"{_when(config, wait_s)}; the cluster has "
                     f"{_text(_whole())}, free are {_text(_free())}"
                 )
     except BaseException:
         give_back(group)
         raise
     return group
+
+
+def _wait_for_answer(address: str, wait_s: float) -> None:
+    """Waits until somebody listens there: Ray itself would wait ten minutes, deaf to signals. Names
+    that only Ray knows ("auto", a client's ray://) are left to it.
+
+    Raises:
+        ConfigError: nobody does, or it is no address.
+    """
+    if address in ("auto", "local") or "://" in address:
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) <= PORT_MAX:
+        raise ConfigError(f"RAY_ADDRESS {address!r}: write it as HOST:PORT, or auto")
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S_MAX).close()
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(POLL_S)
+                continue
+            told = error.strerror or str(error)
+            raise ConfigError(
+                f"RAY_ADDRESS {address!r} did not answer within wait_for_resources_s = "
+                f"{wait_s:g} s: {told}"
+            ) from None
+        return
 
 
 def give_back(group: PlacementGroup) -> None:
@@ -210,6 +250,12 @@ def _remove_sessions() -> None:
             logger.warning("Ray's session folders could not be removed: %s", folders)
             return
         time.sleep(POLL_S)
+
+
+def _when(config: EngineConfig, wait_s: float) -> str:
+    if wait_s < config.wait_for_resources_s:
+        return "and was started here for them alone"
+    return f"within wait_for_resources_s = {wait_s:g} s"
 
 
 def _whole() -> dict[str, float]:

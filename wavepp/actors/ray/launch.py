@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable
+from functools import partial
 from typing import Any, TypeVar
 
 from wavepp.actors.ports import ExecutorFactory
@@ -121,7 +122,8 @@ class RayPipeline:
     async def _join_cluster(self) -> None:
         """A start that is cancelled meanwhile still has a cluster to leave."""
         env = worker_env(threads_per_stage(self._config))
-        joining = asyncio.ensure_future(asyncio.to_thread(Cluster.join_or_start, env))
+        join = partial(Cluster.join_or_start, env, wait_s=self._config.wait_for_resources_s)
+        joining = asyncio.ensure_future(asyncio.to_thread(join))
         try:
             self._cluster = await asyncio.shield(joining)
         except asyncio.CancelledError:
@@ -132,7 +134,7 @@ class RayPipeline:
         config, cluster = self._config, self._cluster
         assert cluster is not None
         num_cpus = await asyncio.to_thread(cpus_per_stage, config)
-        self._group = await reserve(config, num_cpus)
+        self._group = await reserve(config, num_cpus, may_grow=not cluster.is_own)
         placement = StagePlacement(
             group=self._group,
             num_cpus=num_cpus,
