@@ -43,17 +43,17 @@ class Oracle:
         """Token ids of a text as it stands."""
         return [int(token) for token in self.tokenizer(text).input_ids]
 
-    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
-        """float32 [T, vocabulary]: row t scores the token after position t."""
+    def logprobs(self, tokens: Sequence[int], *, rows: int = 0) -> torch.Tensor:
+        """float32 [T, vocabulary]: row t scores the token after position t; or the last rows."""
         with torch.inference_mode():
-            logits = self._model(torch.tensor([list(tokens)])).logits[0]
+            logits = self._model(torch.tensor([list(tokens)]), logits_to_keep=rows).logits[0]
         return logits.float().log_softmax(-1)
 
     def judge(self, tokens: Sequence[int], result: PrefillResult) -> Difference:
         """Compares a result that has logprobs, and prompt_logprobs if they were asked for."""
         assert result.error is None, result
         assert result.logprobs is not None, result
-        expected = self.logprobs(tokens)
+        expected = self.logprobs(tokens, rows=0 if result.prompt_logprobs is not None else 1)
         prompt = 0.0
         if result.prompt_logprobs is not None:
             assert len(result.prompt_logprobs) == len(tokens)

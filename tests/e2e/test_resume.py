@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from e2e_commands import (
@@ -48,6 +49,15 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*command, "-pp", "2", "--dtype", "float32", "--max-num-batched-tokens", "64"]
 
 
+@pytest.fixture(scope="module")
+def left_alone(batch: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The answers when nobody disturbs it, without Ray."""
+    whole = tmp_path_factory.mktemp("whole") / "whole.jsonl"
+    done = run([*batch, "--transport", "local", "-o", str(whole)])
+    assert done.returncode == 0, done.stderr
+    return read_jsonl(whole)
+
+
 def finished(path: Path) -> int:
     """Whole lines in an output file."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -56,13 +66,10 @@ def finished(path: Path) -> int:
 @pytest.mark.parametrize("transport", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 @pytest.mark.timeout(600)
 def test_killed_batch_resumes_to_the_same_answers(
-    batch: list[str], transport: str, tmp_path: Path
+    batch: list[str], left_alone: list[Any], transport: str, tmp_path: Path
 ) -> None:
     command = [*batch, "--transport", transport]
-    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
-    left_alone = run([*command, "-o", str(whole)])
-    assert left_alone.returncode == 0, left_alone.stderr
-
+    killed = tmp_path / "killed.jsonl"
     mark = f"mark-of-{tmp_path.name}-{transport}"
     with subprocess.Popen(
         [*command, "-o", str(killed)],
@@ -80,6 +87,6 @@ def test_killed_batch_resumes_to_the_same_answers(
     resumed = run([*command, "-o", str(killed), "--resume"])
     assert resumed.returncode == 0, resumed.stderr
     assert killed.read_bytes().startswith(kept)
-    assert same_answers(read_jsonl(killed), read_jsonl(whole))
+    assert same_answers(read_jsonl(killed), left_alone)
     # Nobody could tidy up after the killed one; its Ray notices and ends by itself.
     assert wait_until(lambda: processes_with(mark) == [], seconds=60), processes_with(mark)
