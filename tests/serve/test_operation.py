@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,19 @@ def test_server_lines_of_the_readme_run(smollm2_folder: Path, tmp_path: Path) ->
     assert wait_until(lambda: processes_with(mark) == [], seconds=30), processes_with(mark)
 
 
+def both_run(port: int) -> bool:
+    """Whether two requests are admitted."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    return "\nwavepp:num_requests_running 2.0\n" in text
+
+
 def test_requests_in_flight_finish_when_the_server_is_told_to_stop(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     """Both a stream and a whole answer, seconds long, that were begun before SIGTERM."""
     port, mark, log = free_port(), str(tmp_path), tmp_path / "serve.log"
     flags = ["--model", str(tiny_llama), "--transport", "local", "--port", str(port)]
+    flags += ["--threads-per-stage", "1", "--shutdown-timeout-s", "200"]  # others may be busy
     with log.open("w") as output:
         server = subprocess.Popen(
             ["wavepp", "serve", *flags], stderr=output, env=clean_environment(MARK=mark)
@@ -110,6 +118,7 @@ def test_requests_in_flight_finish_when_the_server_is_told_to_stop(
             with client.stream("POST", url, json={**body, "stream": True}) as answer:
                 chunks = answer.iter_lines()
                 first = next(chunks)
+                assert wait_until(partial(both_run, port), seconds=60)
                 server.send_signal(signal.SIGTERM)
                 rest = [line for line in chunks if line]
             assert first.startswith("data: {")
@@ -118,6 +127,7 @@ def test_requests_in_flight_finish_when_the_server_is_told_to_stop(
         assert server.wait(timeout=120) == 0
     finally:
         server.kill()
+        server.wait()
     assert "Traceback" not in log.read_text()
     assert wait_until(lambda: processes_with(mark) == [], seconds=30), processes_with(mark)
 
