@@ -21,24 +21,17 @@ LINES = 80
 SHARED = list(range(5, 37))
 
 
-class Killer:
-    """Kills a stage once, when the first lines are answered."""
+class Watcher:
+    """Tells nobody; kills a stage once, if it may, when the first lines are answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kills: bool) -> None:
+        self._kills = kills
         self.killed: int | None = None
 
     def update(self, tally: Tally, stats: EngineStats) -> None:
-        if self.killed is None and 1 <= tally.answered < LINES:
+        if self._kills and self.killed is None and 1 <= tally.answered < LINES:
             self.killed = stats.stages[1].pid
             os.kill(self.killed, signal.SIGKILL)
-
-    def close(self) -> None:
-        pass
-
-
-class Silence:
-    def update(self, tally: Tally, stats: EngineStats) -> None:
-        pass
 
     def close(self) -> None:
         pass
@@ -78,7 +71,7 @@ async def test_a_batch_goes_on_when_a_stage_is_killed(
         )
     )
     disturbed, calm = config(tiny_llama, "ray"), config(tiny_llama, "local")
-    killer = Killer()
+    killer = Watcher(kills=True)
     async with Engine(disturbed) as engine:
         report = await BatchRun(disturbed, str(source), str(tmp_path / "out")).run(engine, killer)
         assert report.after is not None
@@ -87,5 +80,5 @@ async def test_a_batch_goes_on_when_a_stage_is_killed(
         assert killer.killed not in [stage.pid for stage in report.after.stages]
     assert (report.tally.answered, report.tally.errors) == (LINES, 0)
     async with Engine(calm) as engine:
-        await BatchRun(calm, str(source), str(tmp_path / "calm")).run(engine, Silence())
+        await BatchRun(calm, str(source), str(tmp_path / "calm")).run(engine, Watcher(kills=False))
     assert answers(tmp_path / "out") == answers(tmp_path / "calm")

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast, get_args
+from typing import Any, Self, get_args
 
-from wavepp.bench.ablation import REQUESTS_PER_CLIENT, options_of
+from wavepp.bench.ablation import REQUESTS_PER_CLIENT, ROWS, options_of
 from wavepp.bench.ablation_table import RowName
 from wavepp.bench.closed_loop import Ask, LoopRun
 from wavepp.bench.grid_table import console_table, summary_lines
@@ -44,7 +44,10 @@ from wavepp.emulated.stage_model import StageModel
 from wavepp.errors import ConfigError
 from wavepp.planner.factory import PlannerName
 
-PLANNERS = (*get_args(PlannerName), "tp", "naive", "wave", "lease", "escrow")
+PLANNERS = get_args(PlannerName)
+ROWS_BESIDE: dict[str, RowName] = {row: row for row in ROWS if row not in PLANNERS}
+"""Of the ablation: what is no planner's name brings switches of its own."""
+NAMES = (*PLANNERS, *ROWS_BESIDE)
 REQUESTS_OPEN = 64  # where there are no clients
 PRIMED_AT_ONCE = 4
 
@@ -102,9 +105,9 @@ class GridPlan:
             ConfigError: a list can't be read, a name is unknown, or a trace is missing.
         """
         names = tuple(name.strip() for name in planners.split(","))
-        unknown = [name for name in names if name not in PLANNERS]
+        unknown = [name for name in names if name not in NAMES]
         if unknown:
-            raise ConfigError(f"planner {unknown[0]!r} is not one of {', '.join(PLANNERS)}")
+            raise ConfigError(f"planner {unknown[0]!r} is not one of {', '.join(NAMES)}")
         pairs = [_workload(word.strip()) for word in cells.split(",")]
         if any(kind == "trace" for kind, _ in pairs) != (trace is not None):
             raise ConfigError("cell trace and --trace FILE go together")
@@ -179,6 +182,7 @@ def measure(config: EngineConfig, plan: GridPlan, command: str = "") -> dict[str
         name: _Devices.of(_config_of(name, config, plan.wave_times)) for name in plan.planners
     }
     greedy = _Devices.of(_config_of("greedy", config))
+    _check_lengths(plan.cells, greedy.models[0].facts.max_model_len)
     rows: list[Row] = []
     for cell in plan.cells:
         rate = None
@@ -194,9 +198,22 @@ def measure(config: EngineConfig, plan: GridPlan, command: str = "") -> dict[str
     return {"meta": _meta(config, plan, command), "rows": rows}
 
 
+def _check_lengths(cells: Sequence[Cell], longest: int) -> None:
+    """Before anything runs.
+
+    Raises:
+        ConfigError: a cell's prompts are longer than the model takes.
+    """
+    for cell in cells:
+        if cell.prompt_len > longest:
+            raise ConfigError(
+                f"cell {cell.workload}:{cell.prompt_len} exceeds max_model_len {longest}"
+            )
+
+
 def _config_of(name: str, config: EngineConfig, wave_times: Path | None = None) -> EngineConfig:
-    if name not in get_args(PlannerName):
-        return options_of(cast("RowName", name), config)
+    if name in ROWS_BESIDE:
+        return options_of(ROWS_BESIDE[name], config)
     options = {**config.model_dump(exclude_unset=True), "planner": name}
     if name == "balanced" and wave_times is not None:
         options["wave_times"] = str(wave_times)
@@ -227,9 +244,6 @@ def _timed(devices: _Devices, plan: GridPlan, cell: Cell, rate: float | None) ->
         rate: requests that arrive a second; None: a closed loop.
     """
     engine = VirtualEngine(devices.config, devices.models, seed=plan.seed)
-    longest = devices.models[0].facts.max_model_len
-    if cell.prompt_len > longest:
-        raise ConfigError(f"cell {cell.workload}:{cell.prompt_len} exceeds max_model_len {longest}")
     made = _prepared(engine, plan, cell, rate)
     if rate is None:
         return engine.closed_loop(made, cell.concurrency)

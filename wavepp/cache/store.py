@@ -106,8 +106,7 @@ class StageCache:
 
     def walk(self, prompt: Prompt) -> HintVote:
         """As `hint`, by the exact walk: for those who do not trust the index. Needs the mutex."""
-        limit = self._blocks(prompt.reuse_cap)
-        return HintVote(reuse=leases.look(self._parts, prompt, limit), version=self.hint_version)
+        return HintVote(leases.look(self._parts, prompt, len(prompt.keys)), self.hint_version)
 
     @property
     def hint_version(self) -> int:
@@ -159,17 +158,20 @@ class StageCache:
         return replace(vote, committed=outcome.committed, refusal=outcome.refusal)
 
     def lease(
-        self, request_id: RequestId, attempt: int, prompt: Prompt, limit: int,
+        self,
+        request_id: RequestId,
+        attempt: int,
+        prompt: Prompt,
+        limit: int,
         foresight: Foresight | None = None,
-    ) -> LeaseVote:  # fmt: skip
+    ) -> LeaseVote:
         """Walks the tree by tokens and pins the highest usable endpoint <= limit.
 
         Pins that would break a floor are not taken: the endpoint is lower then.
         """
         if request_id in self._holdings:
             raise LocalProtocolError(f"{request_id} already holds something on this stage")
-        blocks = self._blocks(limit)
-        lease, reuse = leases.acquire(self._parts, attempt, prompt, blocks, foresight)
+        lease, reuse = leases.acquire(self._parts, attempt, prompt, self._blocks(limit), foresight)
         self._holdings[request_id] = _Holding(lease=lease)
         return self._vote(request_id, lease, reuse)
 

@@ -47,7 +47,7 @@ HORIZON_GROWTH = 1.7
 
 SPREAD_PER_VARIATION = 0.10
 """Of g, for each unit of the squared coefficient of variation of request sizes. All four numbers
-were chosen on the virtual pipeline of the tests.
+were chosen on the virtual pipeline of the tests and on the cells of `docs/results.md`.
 """
 
 SPREAD_WINDOW = 64

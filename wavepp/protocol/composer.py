@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from wavepp.protocol.admission import has_release
 from wavepp.protocol.books import Books
-from wavepp.protocol.deferral import find_donor, has_computed
+from wavepp.protocol.deferral import Donor, find_donor, has_computed
 from wavepp.protocol.facts import RoundPlan
 from wavepp.protocol.messages import Announce, Decision
 from wavepp.protocol.record import Record
@@ -110,9 +110,11 @@ class RoundComposer:
                 self._revive(record, now)
             if record.hinted_in != self._books.rounds and not self._is_current(record):
                 return claims, record
-            if wanted <= 0 and self._defer(record, now, decisions):
-                continue
-            self._mark_shared(record, decisions)
+            found = self._donor(record) if wanted <= 0 or record.has_snapshots else None
+            if found is not None:
+                self._mark_shared(record, found, decisions)
+                if wanted <= 0 and self._defer(record, found, now):
+                    continue
             claims.append(self._claim(record, now))
             wanted -= _suffix(record)
         return claims, None
@@ -140,13 +142,15 @@ class RoundComposer:
 
     # -- deferral --------------------------------------------------------------------------------
 
-    def _defer(self, record: Record, now: float, decisions: list[Decision]) -> bool:
-        """Lets a request wait for one that computes the prefix it lacks."""
+    def _donor(self, record: Record) -> Donor | None:
+        """Who computes most of the prefix that this request lacks, and up to where."""
+        holders, size = self._books.gate.holders, self._books.options.block_size
+        return find_donor(record, holders, block_size=size)
+
+    def _defer(self, record: Record, found: Donor, now: float) -> bool:
+        """Lets a request wait for the one that computes the prefix it lacks."""
         until = record.wait.until
         if not self._books.options.defer_shared_prefix or (until is not None and now >= until):
-            return False
-        found = self._mark_shared(record, decisions)
-        if found is None:
             return False
         donor, target = found
         record.wait.until = now + self._books.options.defer_max_s if until is None else until
@@ -155,23 +159,17 @@ class RoundComposer:
         self._books.tally.deferred += 1
         return True
 
-    def _mark_shared(self, record: Record, decisions: list[Decision]) -> tuple[Record, int] | None:
-        """Who computes most of the prefix that this request lacks, and up to where; it keeps a
-        snapshot there, also for those who can't wait: later ones will share that prefix as well.
-        """
-        found = find_donor(
-            record, self._books.gate.holders, block_size=self._books.options.block_size
-        )
-        if found is None or not record.has_snapshots:
-            return found
+    def _mark_shared(self, record: Record, found: Donor, decisions: list[Decision]) -> None:
+        """The donor keeps a snapshot where this request parts from it, also for those who can't
+        wait: later ones will share that prefix as well."""
         donor, target = found
-        if target not in donor.shared:
-            donor.shared.add(target)  # one that is not admitted yet is told with its admission
-            if donor.phase in ADMITTED:
-                decisions.append(
-                    Junction(request_id=donor.request_id, attempt=donor.attempt, position=target)
-                )
-        return found
+        if not record.has_snapshots or target in donor.shared:
+            return
+        donor.shared.add(target)  # one that is not admitted yet is told with its admission
+        if donor.phase in ADMITTED:
+            decisions.append(
+                Junction(request_id=donor.request_id, attempt=donor.attempt, position=target)
+            )
 
     def _wake(self, near: Sequence[Record], now: float, wanted: int) -> None:
         """Ends deferrals: the prefix is there, nobody computes it any more, it took too long, or

@@ -23,15 +23,17 @@ def shared_tokens(ours: Sequence[bytes], theirs: Sequence[bytes], block_size: in
     return differs * block_size
 
 
-def find_donor(
-    record: Record, holders: Iterable[Record], *, block_size: int
-) -> tuple[Record, int] | None:
+Donor = tuple[Record, int]
+"""Who computes a prefix, and up to where others share it, in tokens."""
+
+
+def find_donor(record: Record, holders: Iterable[Record], *, block_size: int) -> Donor | None:
     """The request that computes most of what this one lacks, and up to where (in tokens).
 
     With recurrent windows the donor must still be able to keep a snapshot there: the target is
     ahead of every span planned so far.
     """
-    best: tuple[Record, int] | None = None
+    best: Donor | None = None
     reached = record.best_hint()
     cap = min(record.arrival.reuse_cap, record.claim.reuse_max)
     for donor in holders:

@@ -156,17 +156,15 @@ def _wait_for_answer(address: str, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S_MAX).close()
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S_MAX):
+                return
         except OSError as error:
-            if time.monotonic() < deadline:
-                time.sleep(POLL_S)
-                continue
-            told = error.strerror or str(error)
-            raise ConfigError(
-                f"RAY_ADDRESS {address!r} did not answer within wait_for_resources_s = "
-                f"{wait_s:g} s: {told}"
-            ) from None
-        return
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"RAY_ADDRESS {address!r} did not answer within wait_for_resources_s = "
+                    f"{wait_s:g} s: {error.strerror or error}"
+                ) from None
+        time.sleep(POLL_S)
 
 
 def give_back(group: PlacementGroup) -> None:
