@@ -400,7 +400,8 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As SafeLoader."""
         seen: set[str] = set()
-        for key, _ in node.value:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
             if key.value in seen:
                 line = key.start_mark.line + 1
                 raise yaml.YAMLError(f"line {line}: {key.value} was given before")
@@ -410,7 +411,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # it is safe
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

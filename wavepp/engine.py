@@ -152,7 +152,8 @@ class Engine:
             QueueFullError: the queue limits are reached; try again later.
             EngineDeadError: the pipeline stopped for good, or the engine is closed.
         """
-        return await self.submit(await self.request(prompt, request_id=request_id, **options))
+        request = await self.request(prompt, request_id=request_id, **options)
+        return await self.with_text(request, await self.submit(request))
 
     async def request(
         self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[PrefillOptions]
@@ -174,9 +175,10 @@ class Engine:
         return request
 
     async def submit(self, request: PrefillRequest) -> PrefillResult:
-        """Runs a request to its end; as `prefill`."""
+        """Runs a request to its end; as `prefill`, but with text only where it asks for stop
+        strings."""
         if not request.stop:
-            return await self._with_text(request, await self._submit(request, stream=False))
+            return await self._submit(request, stream=False)
         result: PrefillResult | None = None
         async with aclosing(self.stream_request(request)) as steps:
             async for step in steps:
@@ -184,10 +186,12 @@ class Engine:
         assert result is not None, "a stream ends with its result"
         return result
 
-    async def _with_text(self, request: PrefillRequest, result: PrefillResult) -> PrefillResult:
-        """The result of a request for several tokens, with its text if there is a tokenizer."""
+    async def with_text(self, request: PrefillRequest, result: PrefillResult) -> PrefillResult:
+        """A result as `prefill` gives it: with its text, if several tokens were asked for and there
+        is a tokenizer. Those who lay answers out themselves need none."""
         tokenizer = self._tokenizer
-        if tokenizer is None or request.max_tokens <= 1 or not result.token_ids:
+        is_wanted = request.max_tokens > 1 and result.token_ids and result.text is None
+        if tokenizer is None or not is_wanted:
             return result
         text = await self.on_worker(lambda: tokenizer.decode(result.token_ids))
         return replace(result, text=text)

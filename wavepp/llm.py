@@ -152,7 +152,9 @@ class LLM:
 
     async def _prefill(self, prompts: Sequence[Prompt], options: PrefillOptions) -> PrefillResults:
         requests = [await self._engine.request(prompt, **options) for prompt in prompts]
-        return PrefillResults(await self._engine.submit_all(requests))
+        results = await self._engine.submit_all(requests)
+        pairs = zip(requests, results, strict=True)
+        return PrefillResults([await self._engine.with_text(*pair) for pair in pairs])
 
 
 class _LoopThread:

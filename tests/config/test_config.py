@@ -118,6 +118,7 @@ def test_yaml_fills_what_was_not_given(tmp_path: Path) -> None:
         ("a: [", "not YAML"),
         ("model: m\nblock-size: 4\nblock_size: 8", "given twice"),
         ("model: m\nmodel: n", "line 2: model was given before"),
+        ("model: m\n? [a]\n: b", "not YAML"),
         ("model: m\nblock-size: four", r"block_size: .*\(got 'four'\)"),
         ("model: 3", r"model: .*\(got 3\)"),
     ],
