@@ -151,6 +151,7 @@ class VirtualPipeline:
             ring_waves=len(self.ring),
             turn=self.turn,
             in_admission=len(self.entering),
+            behind=len(self.waiting),
         )
 
     def _plan(self) -> bool:

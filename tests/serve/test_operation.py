@@ -92,6 +92,24 @@ def test_server_lines_of_the_readme_run(smollm2_folder: Path, tmp_path: Path) ->
     assert wait_until(lambda: processes_with(mark) == [], seconds=30), processes_with(mark)
 
 
+@pytest.mark.parametrize("there", ["gcs_server", "ServeController"])
+def test_a_server_that_is_told_to_stop_while_it_starts_leaves_nothing(
+    tiny_llama: Path, tmp_path: Path, there: str
+) -> None:
+    """While Ray starts, and while the application does."""
+    mark, log = str(tmp_path), tmp_path / "serve.log"
+    flags = ["--model", str(tiny_llama), "--transport", "local", "--port", str(free_port())]
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            ["wavepp", "serve", *flags], stderr=output, env=clean_environment(MARK=mark)
+        )
+    assert wait_until(lambda: any(there in line for line in processes_with(mark)), seconds=100)
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(timeout=120) == 128 + signal.SIGTERM, log.read_text()
+    assert log.read_text().splitlines()[-1] == "wavepp: interrupted"
+    assert wait_until(lambda: processes_with(mark) == [], seconds=60), processes_with(mark)
+
+
 def both_run(port: int) -> bool:
     """Whether two requests are admitted."""
     text = httpx.get(f"http://127.0.0.1:{port}/metrics").text

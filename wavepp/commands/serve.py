@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,21 +56,20 @@ def run(config: EngineConfig, options: dict[str, Any], *, host: str, port: int) 
 
 @contextmanager
 def _interrupted_by(number: signal.Signals) -> Iterator[None]:
-    """Lets a signal end what runs as Ctrl-C would, with the status of its own."""
-    got: list[int] = []
+    """Lets a signal end what runs in order, with the status that a shell gives it.
+
+    Ray, when it starts, puts a handler in the place of ours: it exits too, with whatever status.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         del frame
-        got.append(number)
-        raise KeyboardInterrupt
+        sys.exit(number)
 
     signal.signal(number, stop)
     try:
         yield
-    except KeyboardInterrupt:
-        if not got:
-            raise
-        raise typer.Exit(128 + got[0]) from None
+    except SystemExit:
+        raise typer.Exit(128 + number) from None
 
 
 def _on_stop(told: threading.Event) -> None:

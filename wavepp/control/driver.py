@@ -427,6 +427,7 @@ class DriverControl:
             (piece for piece in left if piece is not None),
             self._is_live,
             in_admission=self.leader.in_admission,
+            behind=self.leader.num_behind,
         )
 
     def _plan(self, now: float) -> LaunchWave | None:

@@ -59,14 +59,19 @@ class WavePlanning:
         self.turn += 1
 
     def demand(
-        self, pieces: Iterable[Piece], is_live: Callable[[SpanPlan], bool], *, in_admission: int
+        self,
+        pieces: Iterable[Piece],
+        is_live: Callable[[SpanPlan], bool],
+        *,
+        in_admission: int,
+        behind: int,
     ) -> Demand:
         """What the planner decides from.
 
         Args:
             pieces: what admitted requests have not planned yet, first come first served.
             is_live: the span's attempt is still admitted.
-            in_admission: requests that may join a wave soon.
+            in_admission: requests that may join a wave soon. behind: those that wait behind them.
         """
         in_flight = ([span for span in wave.spans if is_live(span)] for wave in self.ring)
         return Demand(
@@ -75,6 +80,7 @@ class WavePlanning:
             ring_waves=len(self.ring),
             turn=self.turn,
             in_admission=in_admission,
+            behind=behind,
         )
 
     def work_wanted(self, demand: Demand) -> int:

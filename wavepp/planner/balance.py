@@ -10,15 +10,17 @@ stage without the constants; v the work of one wave; c requests with work; g how
 MPU gives the most that a wave may take, M, and the least, b_min; between them a wave gets what
 costs the slowest stage least:
 
-    loss(v) = (1 + c0 / v) * (max(1, 1/c + (P-1) v / V) + g (P-1) v / V)
+    loss(v) = (1 + c0 / v) * (max(1, m (1/c + (P-1) v / V)) + g (P-1) v / V)
                constants      waves too few for P stages   what long waves cost besides
 
 1/c + (P-1)/n is the share of a stage's time for n = V/v waves of c requests that each come back for
-more when they are through: n waves, then P-1 to pass the other stages. g has two parts. V/H stands
-for filling and draining: every other stage idles for the longest wave once while H is computed, the
-work from one emptiness of the pipeline to the next. H is not known; it is taken to be some times V,
-and to grow with what was computed since the pipeline was empty. The other part grows with how
-unequal requests are: a long wave blocks short ones. `best_wave_work` is the v of least loss.
+more when they are through: n waves, then P-1 to pass the other stages; m leaves time for the next
+request to be admitted. g has two parts. V/H stands for filling and draining: every other stage idles
+for the longest wave once while H is computed, the work from one emptiness of the pipeline to the
+next. H is not known. It is taken to be some times the work known of: V, and that of the requests
+that wait; more times where V is more than the pipeline needs, and more with what was computed since
+it was empty. The other part grows with how unequal requests are: a long wave blocks short ones.
+`best_wave_work` is the v of least loss.
 
 What filling and draining costs is settled by the longest wave since the pipeline was empty:
 shorter ones after it win nothing back. So while it is not empty, v stays as long as it was, or what
@@ -39,14 +41,20 @@ from wavepp.planner.sizing import WaveSize, packing_rules
 from wavepp.planner.wave_time import StageCosts, WaveLoad, WaveTimeModel, span_context
 from wavepp.units import RequestId, WaveNumber
 
-HORIZON_LEAST, HORIZON_MOST = 4.5, 20.0
-"""Bounds of H, in V."""
+HORIZON_LEAST, HORIZON_MOST = 4.5, 30.0
+"""Bounds of H, in V; the lower one in the work known of."""
+
+PLENTY = 2.0
+"""Where V makes more than so many times the waves wanted, of M tokens, H is as much longer."""
+
+MARGIN = 1.15
+"""m."""
 
 HORIZON_GROWTH = 1.7
 """Between them, H for each second of work since the pipeline was empty."""
 
 SPREAD_PER_VARIATION = 0.10
-"""Of g, for each unit of the squared coefficient of variation of request sizes. All four numbers
+"""Of g, for each unit of the squared coefficient of variation of request sizes. All six numbers
 were chosen on the virtual pipeline of the tests and on the cells of `docs/results.md`.
 """
 
@@ -85,8 +93,9 @@ def best_wave_work(work: PipelineWork, *, constant_s: float, num_stages: int) ->
     others = num_stages - 1
     if others == 0:
         return work.seconds
-    few = constant_s * work.seconds / (work.requests * (1 + work.spread) * others)
-    enough = work.seconds * (1 - 1 / work.requests) / others  # n waves of this keep P stages busy
+    few = constant_s * work.seconds / (work.requests * (1 + work.spread / MARGIN) * others)
+    # n waves of this keep P stages busy
+    enough = work.seconds * max(0.0, 1 / MARGIN - 1 / work.requests) / others
     if few >= enough * enough:
         return math.sqrt(few)
     return min(enough, math.sqrt(constant_s * work.seconds / (work.spread * others)))
@@ -212,7 +221,7 @@ class BalancedSizing:
         start = demand.pieces[0].start
         full = WaveLoad(tokens=top, context=span_context(start, top))
         if seconds >= costs.work_seconds(full):
-            rules = packing_rules(self.goals, top, fills_up=True)
+            rules = packing_rules(self.goals, top, fills_up=False)
             return WaveSize(budget=top, room=TokenRoom(top), rules=rules)
         budget = max(costs.tokens_within(start, seconds), self.goals.wave_tokens_min)
         rules = packing_rules(self.goals, budget, fills_up=False)
@@ -244,16 +253,18 @@ class BalancedSizing:
         """
         requests = len(self._requests) + demand.in_admission
         seconds = costs.work_seconds(load) * requests / len(self._requests)
+        top = self.goals.ladder[0]
+        full = costs.work_seconds(WaveLoad(tokens=top, context=span_context(0, top)))
+        plenty = max(1.0, seconds / (PLENTY * self.goals.waves_wanted * full))
+        known_of = 1 + demand.behind / requests
         grown = HORIZON_GROWTH * costs.work_seconds(self._since_empty) / seconds
-        horizon = min(max(HORIZON_LEAST, grown), HORIZON_MOST)
+        horizon = min(max(HORIZON_LEAST * plenty * known_of, grown), HORIZON_MOST)
 
         def best(horizon: float) -> float:
             spread = 1 / horizon + self._requests.spread
             work = PipelineWork(seconds=seconds, requests=requests, spread=spread)
             return best_wave_work(work, constant_s=costs.c0, num_stages=self.goals.num_stages)
 
-        top = self.goals.ladder[0]
-        full = costs.work_seconds(WaveLoad(tokens=top, context=span_context(0, top)))
         found = max(best(horizon), min(self._longest * full, best(HORIZON_MOST)))
         self._proposed = found / full
         return max(found, seconds / (FINEST * self.goals.waves_wanted))

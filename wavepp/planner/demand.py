@@ -61,6 +61,7 @@ class Demand:
         turn: grows by one with every ring completion and every arrival.
         in_admission: requests that hints, leases or votes are under way for: they may join a wave
             soon. (Not those that only wait for a lane.)
+        behind: requests that wait behind those: nothing is under way for them.
     """
 
     pieces: tuple[Piece, ...]
@@ -68,6 +69,7 @@ class Demand:
     ring_waves: int = 0
     turn: int = 0
     in_admission: int = 0
+    behind: int = 0
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,7 @@ Owns: what it started. In a cluster that was there before only the application i
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 import urllib.request
@@ -64,6 +65,7 @@ class RunningServer:
 
     def stop(self) -> None:
         """Lets requests in flight finish, and takes away what was started. Safe to call twice."""
+        signal.alarm(0)  # on SIGTERM Ray's library sets one: three seconds, then it aborts
         with contextlib.suppress(RayServeException):  # Serve itself did not come up
             self._take_away()
         if self._cluster.is_own:

@@ -196,6 +196,10 @@ def _start_local(env: Mapping[str, str]) -> int:
                 _remove_sessions()
                 raise ConfigError(f"Ray did not start on this machine: {error}") from error
             logger.warning("Ray did not start, trying once more: %s", error)
+        except BaseException:  # a signal
+            ray.shutdown()
+            _remove_sessions()
+            raise
         else:
             break
     node = ray._private.worker._global_node
