@@ -170,7 +170,9 @@ def test_work_is_wanted_until_the_planner_has_the_waves_it_wants() -> None:
     def wanted(*lengths: int) -> int:
         planning = WavePlanning(options, block_size=4, num_stages=2)
         work = [piece(length) for length in lengths]
-        return planning.work_wanted(planning.demand(work, lambda span: True, in_admission=0, behind=0))
+        return planning.work_wanted(
+            planning.demand(work, lambda span: True, in_admission=0, behind=0)
+        )
 
     assert wanted() == 24
     assert wanted(14) == 10

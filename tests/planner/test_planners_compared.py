@@ -13,6 +13,7 @@ import pytest
 from virtual_pipeline import Outcome, Prompt, simulate
 
 from wavepp.planner.wave_time import StageCosts
+from wavepp.units import align_down
 
 COSTS = StageCosts(c0=0.015, c1=18e-6, c2=1.35e-10)
 NUM_PROMPTS = {"short": 320, "reuse131": 160, "reuse262": 160}  # so that filling counts little
@@ -86,10 +87,36 @@ def test_balanced_keeps_stages_busy_with_few_requests(workload: str, concurrency
     assert throughput_ratio(workload, concurrency) > 1.15
 
 
+COLD = Prompt(131_072)
+
+
+@pytest.mark.parametrize("concurrency", [8, 16, 32])
+def test_balanced_has_no_worse_tail_on_mixed_prompts_that_take_turns(concurrency: int) -> None:
+    work = [COLD, Prompt(131_072, 117_952)] * concurrency
+    tails = {name: tail(name, work, concurrency) for name in ("static", "mpu", "balanced")}
+    assert tails["balanced"] <= 1.001 * min(tails["static"], tails["mpu"])
+
+
+@pytest.mark.parametrize(("suffix", "excess"), [(13_120, 0.03), (3_000, 0.05)])
 @pytest.mark.parametrize("concurrency", [8, 16])
-def test_balanced_has_no_worse_tail_on_mixed(concurrency: int) -> None:
-    best = min(outcome(name, "mixed", concurrency).latency(0.95) for name in ("static", "mpu"))
-    assert outcome("balanced", "mixed", concurrency).latency(0.95) <= 1.02 * best
+def test_the_tail_on_mixed_prompts_in_random_order_is_near_the_best(
+    concurrency: int, suffix: int, excess: float
+) -> None:
+    """Short prompts fill what a long one leaves of a wave. They are done sooner for it, and the long
+    ones later: so many clients, and as many requests a second, have the same mean.
+    """
+    warm = Prompt(131_072, align_down(131_072 - suffix, 64))
+    ratios = []
+    for seed in range(8):
+        work = random.Random(seed).sample([COLD, warm] * 40, 80)
+        best = min(tail(name, work, concurrency) for name in ("static", "mpu"))
+        ratios.append(tail("balanced", work, concurrency) / best)
+    assert sum(ratios) / len(ratios) <= 1 + excess, ratios
+
+
+def tail(planner: str, work: list[Prompt], concurrency: int) -> float:
+    """The 95th percentile."""
+    return simulate(planner, work, concurrency=concurrency, costs=[COSTS] * 8).latency(0.95)
 
 
 def test_mpu_beats_greedy_where_little_work_is_admitted() -> None:

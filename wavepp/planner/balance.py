@@ -41,10 +41,10 @@ from wavepp.planner.sizing import WaveSize, packing_rules
 from wavepp.planner.wave_time import StageCosts, WaveLoad, WaveTimeModel, span_context
 from wavepp.units import RequestId, WaveNumber
 
-HORIZON_LEAST, HORIZON_MOST = 4.5, 30.0
+HORIZON_LEAST, HORIZON_MOST = 4.5, 25.0
 """Bounds of H, in V; the lower one in the work known of."""
 
-PLENTY = 2.0
+PLENTY = 2.75
 """Where V makes more than so many times the waves wanted, of M tokens, H is as much longer."""
 
 MARGIN = 1.15
