@@ -102,8 +102,8 @@ def test_balanced_has_no_worse_tail_on_mixed_prompts_that_take_turns(concurrency
 def test_the_tail_on_mixed_prompts_in_random_order_is_near_the_best(
     concurrency: int, suffix: int, excess: float
 ) -> None:
-    """Short prompts fill what a long one leaves of a wave. They are done sooner for it, and the long
-    ones later: so many clients, and as many requests a second, have the same mean.
+    """Short prompts fill what a long one leaves of a wave. They are done sooner for it, and the
+    long ones later: so many clients, and as many requests a second, have the same mean.
     """
     warm = Prompt(131_072, align_down(131_072 - suffix, 64))
     ratios = []

@@ -15,9 +15,9 @@ costs the slowest stage least:
 
 1/c + (P-1)/n is the share of a stage's time for n = V/v waves of c requests that each come back for
 more when they are through: n waves, then P-1 to pass the other stages; m leaves time for the next
-request to be admitted. g has two parts. V/H stands for filling and draining: every other stage idles
-for the longest wave once while H is computed, the work from one emptiness of the pipeline to the
-next. H is not known. It is taken to be some times the work known of: V, and that of the requests
+request to be admitted. g has two parts. V/H stands for filling and draining: every other stage
+idles for the longest wave once while H is computed, the work from one emptiness of the pipeline to
+the next. H is not known. It is taken to be some times the work known of: V, and that of requests
 that wait; more times where V is more than the pipeline needs, and more with what was computed since
 it was empty. The other part grows with how unequal requests are: a long wave blocks short ones.
 `best_wave_work` is the v of least loss.
