@@ -3,7 +3,8 @@
 python scripts/render_results.py
 
 `ablation-*.json` are what `wavepp bench ablation --json` wrote; rows of one cell may stand in
-several of them. `grid-*.json` are what `wavepp bench grid --json` wrote, a section each.
+several of them. `short-*.json` are that too, with pools that are short. `grid-*.json` are what
+`wavepp bench grid --json` wrote, a section each.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from wavepp.bench.grid_table import write_section
 DOCS = Path(__file__).parent.parent / "docs"
 
 if __name__ == "__main__":
-    files = sorted((DOCS / "results").glob("ablation-*.json"))
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    write_sections(reports, DOCS / "results.md")
-    grids = sorted((DOCS / "results").glob("grid-*.json"))
-    for grid in grids:
+    written = 0
+    for title in ("ablation", "short"):
+        files = sorted((DOCS / "results").glob(f"{title}-*.json"))
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        write_sections(reports, DOCS / "results.md", title)
+        written += len(files)
+    for grid in sorted((DOCS / "results").glob("grid-*.json")):
         write_section(json.loads(grid.read_text(encoding="utf-8")), grid.stem, DOCS / "results.md")
-    print(f"{DOCS / 'results.md'}: {len(files) + len(grids)} reports")
+        written += 1
+    print(f"{DOCS / 'results.md'}: {written} reports")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from wavepp.bench.ablation import ROWS, AblationPlan, options_of, run
-from wavepp.bench.ablation_table import CellKey, markdown, marks, write_sections
+from wavepp.bench.ablation_table import CellKey, markdown, section_name, write_sections
+from wavepp.bench.page import marks
 from wavepp.config import EngineConfig
 from wavepp.errors import ConfigError
 
@@ -147,7 +148,7 @@ def test_table_stands_beside_the_paper_and_flags_the_driver() -> None:
 
 def test_only_what_is_between_the_marks_is_written(tmp_path: Path) -> None:
     page, cell = tmp_path / "page.md", CellKey("cold", 10, 1)
-    begin, end = marks(cell)
+    begin, end = marks(section_name(cell))
     page.write_text(f"before\n{begin}\nwas here\n{end}\nafter\n")
     write_sections([report(row("tp", cell, 5.0))], page)
     text = page.read_text()
@@ -161,7 +162,7 @@ def test_only_what_is_between_the_marks_is_written(tmp_path: Path) -> None:
 def test_rows_are_measured_and_written(tmp_path: Path) -> None:
     page, figure, out = tmp_path / "page.md", tmp_path / "waves.png", tmp_path / "out.json"
     cells = CellKey("cold", 640, 2), CellKey("reuse", 1280, 3)
-    page.write_text("".join("\n".join(marks(cell)) for cell in cells))
+    page.write_text("".join("\n".join(marks(section_name(cell))) for cell in cells))
     run(
         config(block_size=64),
         plan(rows="greedy"),

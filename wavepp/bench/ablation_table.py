@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from rich import box
 from rich.table import Table
 
+from wavepp.bench.page import put_section
 from wavepp.bench.report import Row
 from wavepp.bench.workloads import WorkloadName
-from wavepp.errors import ConfigError
 
 Report = Mapping[str, Any]
 RowName = Literal["naive", "wave", "lease", "escrow", "mpu", "balanced", "tp", "greedy"]
@@ -80,33 +80,23 @@ def console_table(report: Report) -> Table:
     return made
 
 
-def marks(cell: CellKey) -> tuple[str, str]:
-    """The lines between which a page holds a cell's section."""
-    name = f"ablation {cell.workload} {cell.prompt_len} {cell.concurrency}"
-    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+def section_name(cell: CellKey, title: str = "ablation") -> str:
+    """By which a page's marks call a cell's section."""
+    return f"{title} {cell.workload} {cell.prompt_len} {cell.concurrency}"
 
 
-def write_sections(reports: Sequence[Report], page: Path) -> None:
+def write_sections(reports: Sequence[Report], page: Path, title: str = "ablation") -> None:
     """Puts each cell's table between its marks on a page; the rest of it stays.
 
     Args:
         reports: their rows are put together; of a row that several have, the last one counts.
+        title: of the marks: the same cell may have sections of several titles.
 
     Raises:
         ConfigError: the page can't be read or written, or lacks marks.
     """
-    try:
-        text = page.read_text(encoding="utf-8")
-        for cell in dict.fromkeys(_cell(row) for report in reports for row in report["rows"]):
-            begin, end = marks(cell)
-            if begin not in text or end not in text:
-                raise ConfigError(f"results {page}: needs the lines {begin} and {end}")
-            before, _, rest = text.partition(begin)
-            _, _, after = rest.partition(end)
-            text = f"{before}{begin}\n{markdown(reports, cell)}{end}{after}"
-        page.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"results {page}: {error.strerror}") from None
+    for cell in dict.fromkeys(_cell(row) for report in reports for row in report["rows"]):
+        put_section(page, section_name(cell, title), markdown(reports, cell))
 
 
 def markdown(reports: Sequence[Report], cell: CellKey) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from wavepp.bench.page import put_section
 from wavepp.bench.report import Row
-from wavepp.errors import ConfigError
 
 OTHERS = ("static", "mpu")
 CellKey = tuple[str, int, int, float | None]
@@ -135,13 +135,4 @@ def write_section(report: Mapping[str, Any], name: str, page: Path) -> None:
     Raises:
         ConfigError: the page can't be read or written, or lacks the marks.
     """
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    try:
-        text = page.read_text(encoding="utf-8")
-        if begin not in text or end not in text:
-            raise ConfigError(f"results {page}: needs the lines {begin} and {end}")
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        page.write_text(f"{before}{begin}\n{markdown(report)}{end}{after}", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"results {page}: {error.strerror}") from None
+    put_section(page, name, markdown(report))
