@@ -3,8 +3,8 @@
 python scripts/render_results.py
 
 `ablation-*.json` are what `wavepp bench ablation --json` wrote; rows of one cell may stand in
-several of them. `short-*.json` are that too, with pools that are short. `grid-*.json` are what
-`wavepp bench grid --json` wrote, a section each.
+several of them. `short-*.json` and `ray-*.json` are that too, with pools that are short, in one
+process and on Ray. `grid-*.json` are what `wavepp bench grid --json` wrote, a section each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 if __name__ == "__main__":
     written = 0
-    for title in ("ablation", "short"):
+    for title in ("ablation", "short", "ray"):
         files = sorted((DOCS / "results").glob(f"{title}-*.json"))
         reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         write_sections(reports, DOCS / "results.md", title)
