@@ -199,3 +199,17 @@ def test_every_planner_serves_a_mixed_crowd(planner: str) -> None:
             world.step(rng)
     world.drain(rng)
     assert {result.finish_reason for result in world.results.values()} <= {"length", "stop"}
+
+
+def test_whoever_is_not_admitted_is_in_admission_or_waits_behind() -> None:
+    """Six requests of which two may be there at once."""
+    world = World(stages=2, blocks=64, lanes=2, wave_tokens=M, wave_tokens_min=4)
+    leader, rng = world.driver.leader, random.Random(3)
+    seen: set[tuple[int, int, int]] = set()
+    for index in range(6):
+        world.arrive(f"r{index}", [10 + index] * 24)
+    while world.step(rng):
+        counts = (len(leader.admitted), leader.in_admission, leader.num_behind)
+        assert sum(counts) <= len(leader.books.records)
+        seen.add(counts)
+    assert {(0, 2, 4), (2, 0, 4), (0, 0, 0)} <= seen
