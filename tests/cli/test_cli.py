@@ -169,6 +169,23 @@ def test_make_tiny_and_check_model(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
 
 
+def test_names_that_users_gave_are_shown_whole_and_as_they_are(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """However long they are, and whatever they look like in markup; nobody watches the terminal."""
+    folder = tmp_path / ("[bold]" + 90 * "m")
+    folder.symlink_to(tiny_llama)
+    plan = wavepp_cli("plan", "--model", str(folder), "-pp", "2")
+    assert plan.stdout.splitlines()[0] == f"{folder}, 2 stages, device cpu"
+    check = wavepp_cli("check-model", str(folder))
+    assert check.stdout.splitlines()[0] == str(folder)
+    row = {"workload": "cold", "concurrency": 1, "prompt_len": 9, "input_tok_s": 5.0}
+    file = tmp_path / f"[red]{90 * 'r'}.json"
+    file.write_text(json.dumps({"meta": {}, "rows": [row]}))
+    compared = wavepp_cli("bench", "compare", str(file), str(file))
+    assert compared.stdout.splitlines()[0] == f"{file.name} over {file.name}", compared.stderr
+
+
 def test_check_model_says_what_is_unsupported_and_fails(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv", "vocab_size": 5}))
     shown = wavepp_cli("check-model", str(tmp_path))

@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from wavepp.console import open_console
+from wavepp.console import open_console, print_under
 from wavepp.errors import ConfigError
 
 Cell = tuple[str, int, int]
@@ -87,7 +87,7 @@ def _named(row: Mapping[str, Any]) -> str:
 def run(first: Path, second: Path) -> None:
     """Prints the comparison of two reports."""
     found = compare(read_rates(first), read_rates(second))
-    made = Table(box=box.SIMPLE, title=f"{first.name} over {second.name}", title_justify="left")
+    made = Table(box=box.SIMPLE)
     for name in ("workload", "c", "prompt", "A tok/s", "B tok/s", "A/B"):
         made.add_column(name, justify="left" if name == "workload" else "right")
     for (workload, concurrency, length), ratio in found.ratios.items():
@@ -101,7 +101,7 @@ def run(first: Path, second: Path) -> None:
             f"{ratio:.3f}",
         )
     console = open_console()
-    console.print(made)
+    print_under(console, f"{first.name} over {second.name}", made)
     console.print(
         f"geometric mean {found.geometric_mean:.3f}, wins {found.wins} of {len(found.ratios)}",
         highlight=False,

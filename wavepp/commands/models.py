@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from wavepp.config import EngineConfig
-from wavepp.console import open_console
+from wavepp.console import open_console, print_under
 from wavepp.errors import WavePPError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run_check_model(config: EngineConfig) -> None:
     )
     console = open_console()
     if report.num_layers:
-        console.print(_model_table(report))
+        print_under(console, report.model, _model_table(report))
     if report.stages:
         console.print(_stage_table(report))
     for sentence in report.unsupported:
@@ -56,7 +56,7 @@ def run_check_model(config: EngineConfig) -> None:
 
 
 def _model_table(report: ModelReport) -> Table:
-    table = Table(box=box.SIMPLE, show_header=False, title=report.model, title_justify="left")
+    table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     facts = {

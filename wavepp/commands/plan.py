@@ -9,7 +9,7 @@ from rich.table import Table
 
 from wavepp.bench.plan_report import StagePlan, reasons
 from wavepp.config import EngineConfig
-from wavepp.console import open_console
+from wavepp.console import open_console, print_under
 from wavepp.engine import check_folder
 
 CONTEXT_FOR_WORK = 4096  # tokens of context at which the work of stages is compared
@@ -29,7 +29,9 @@ def run(config: EngineConfig, profile: Path | None) -> None:
     emulated = config.device == "emulated"
     stages, max_model_len = _emulated(config) if emulated else _checkpoint(config)
     console = open_console()
-    console.print(_table(config, stages))
+    device = config.device if config.cost_model is None else f"emulated, {config.cost_model}"
+    heading = f"{config.model_name}, {len(stages)} stages, device {device}"
+    print_under(console, heading, _table(stages))
     for sentence in reasons(config, stages, max_model_len):
         console.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
@@ -85,10 +87,8 @@ def _checkpoint(config: EngineConfig) -> tuple[list[StagePlan], int]:
     return stages, max_model_len
 
 
-def _table(config: EngineConfig, stages: list[StagePlan]) -> Table:
-    device = config.device if config.cost_model is None else f"emulated, {config.cost_model}"
-    title = f"{config.model_name}, {len(stages)} stages, device {device}"
-    made = Table(box=box.SIMPLE, title=title, title_justify="left")
+def _table(stages: list[StagePlan]) -> Table:
+    made = Table(box=box.SIMPLE)
     for name in ("stage", "layers", "work", "weights GB", "cache GB", "cache tokens"):
         made.add_column(name, justify="right")
     whole = sum(stage.work for stage in stages)

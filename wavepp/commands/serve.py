@@ -47,7 +47,8 @@ def run(config: EngineConfig, options: dict[str, Any], *, host: str, port: int) 
         server = RunningServer.start(config, ServeOptions(**options), host=host, port=port)
         _on_stop(told)
     try:
-        console.print(f"serving {config.model_name} at {server.url}")
+        line = f"serving {config.model_name} at {server.url}"
+        console.print(line, soft_wrap=True, markup=False)
         told.wait()
         console.print("stopping")
     finally:
