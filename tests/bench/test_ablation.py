@@ -179,3 +179,12 @@ def test_rows_are_measured_and_written(tmp_path: Path) -> None:
     assert [row["good_hit_rate"] for row in rows] == [None, 1.0]
     assert "wavepp bench ablation --rows greedy" in page.read_text()
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_that_lacks_one_cells_marks_is_left_as_it_was(tmp_path: Path) -> None:
+    page, known, other = tmp_path / "page.md", CellKey("cold", 10, 1), CellKey("cold", 20, 1)
+    page.write_text("\n".join(marks(section_name(known))))
+    before = page.read_text()
+    with pytest.raises(ConfigError, match="needs the lines"):
+        write_sections([report(row("tp", known, 5.0), row("tp", other, 5.0))], page)
+    assert page.read_text() == before

@@ -209,7 +209,7 @@ def test_whoever_is_not_admitted_is_in_admission_or_waits_behind() -> None:
     for index in range(6):
         world.arrive(f"r{index}", [10 + index] * 24)
     while world.step(rng):
-        counts = (len(leader.admitted), leader.in_admission, leader.num_behind)
+        counts = (len(leader.admitted), *leader.unadmitted)
         assert sum(counts) <= len(leader.books.records)
         seen.add(counts)
     assert {(0, 2, 4), (2, 0, 4), (0, 0, 0)} <= seen

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from rich import box
 from rich.table import Table
 
-from wavepp.bench.page import put_section
+from wavepp.bench.page import put_sections
 from wavepp.bench.report import Row
 from wavepp.bench.workloads import WorkloadName
 
@@ -95,8 +95,8 @@ def write_sections(reports: Sequence[Report], page: Path, title: str = "ablation
     Raises:
         ConfigError: the page can't be read or written, or lacks marks.
     """
-    for cell in dict.fromkeys(_cell(row) for report in reports for row in report["rows"]):
-        put_section(page, section_name(cell, title), markdown(reports, cell))
+    cells = dict.fromkeys(_cell(row) for report in reports for row in report["rows"])
+    put_sections(page, {section_name(cell, title): markdown(reports, cell) for cell in cells})
 
 
 def markdown(reports: Sequence[Report], cell: CellKey) -> str:

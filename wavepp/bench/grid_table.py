@@ -13,7 +13,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from wavepp.bench.page import put_section
+from wavepp.bench.page import put_sections
 from wavepp.bench.report import Row
 
 OTHERS = ("static", "mpu")
@@ -135,4 +135,4 @@ def write_section(report: Mapping[str, Any], name: str, page: Path) -> None:
     Raises:
         ConfigError: the page can't be read or written, or lacks the marks.
     """
-    put_section(page, name, markdown(report))
+    put_sections(page, {name: markdown(report)})

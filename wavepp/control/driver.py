@@ -423,11 +423,12 @@ class DriverControl:
             self._by_id[record.request_id].piece(record.run.planned)
             for record in self.leader.admitted
         )
+        in_admission, behind = self.leader.unadmitted
         return self.waves.demand(
             (piece for piece in left if piece is not None),
             self._is_live,
-            in_admission=self.leader.in_admission,
-            behind=self.leader.num_behind,
+            in_admission=in_admission,
+            behind=behind,
         )
 
     def _plan(self, now: float) -> LaunchWave | None:

@@ -81,26 +81,19 @@ class LeaderMachine:
         return self.books.waiting.tokens
 
     @property
-    def in_admission(self) -> int:
+    def unadmitted(self) -> tuple[int, int]:
         """Requests that may join a wave soon: stages vote on them, or hints are on the way and
-        there is a lane. Those behind a head that waits for capacity only wait."""
-        voting = sum(record.phase in UNDECIDED for record in self.books.gate.holders)
-        return voting + self._coming
-
-    @property
-    def num_behind(self) -> int:
-        """Requests that wait behind those."""
-        return self.num_waiting - self._coming
-
-    @property
-    def _coming(self) -> int:
-        """Of those that wait: a lane is free for them, and hints are there or on the way."""
-        coming, lanes = 0, self.books.gate.lanes_free
+        there is a lane; those behind a head that waits for capacity only wait. And how many only
+        wait.
+        """
+        gate = self.books.gate
+        voting = sum(record.phase in UNDECIDED for record in gate.holders)
+        coming, lanes = 0, gate.lanes_free
         for record in self.books.near() if lanes > 0 else ():
             if coming == lanes or record.phase is Phase.WAITING:
                 break
             coming += record.phase is not Phase.DEFERRED
-        return coming
+        return voting + coming, self.num_waiting - coming
 
     def lease_times(self) -> list[float]:
         """When each lease that is not materialised everywhere was asked for."""
